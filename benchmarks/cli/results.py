@@ -75,9 +75,7 @@ def run(
     Exit code 0: the file has all requested turns; 1: turns are left, or a turn failed; 2: this machine can't run them.
     """
     try:
-        chosen = adjusted(
-            with_engine(find_plan(plan), engine, name), turns, seconds, audit=audit, one_by_one=one_by_one
-        )
+        chosen = adjusted(find_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one, engine=engine, name=name)
         path = out / f"{name or chosen.name}.json"
         result = ResultFile(path, chosen, fresh=fresh)
         runner = Runner(chosen, result, command=command_line(), envs=find_environments(env), cache=cache, report=say)
@@ -169,10 +167,12 @@ def keep() -> None:
     typer.echo(f"in {RESULTS / ARCHIVE}: {', '.join(kept)}" if kept else f"nothing was done: {RESULTS} has no *.json")
 
 
-def adjusted(plan: AnyPlan, turns: int, seconds: float, *, audit: bool, one_by_one: bool) -> AnyPlan:
-    """The plan with what the command's options change."""
+def adjusted(
+    plan: AnyPlan, turns: int, seconds: float, *, audit: bool, one_by_one: bool, engine: str, name: str
+) -> AnyPlan:
+    """The plan with what the command's options change; raises what `with_engine` raises."""
     return dataclasses.replace(
-        plan,
+        with_engine(plan, engine, name),
         turns=turns or plan.turns,
         seconds=seconds or plan.seconds,
         audited=plan.audited if audit else (),

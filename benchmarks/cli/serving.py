@@ -18,7 +18,7 @@ from benchmarks.cli.common import (
     find_environments,
     say,
 )
-from benchmarks.cli.results import EngineOptions, adjusted, show_served, with_engine
+from benchmarks.cli.results import EngineOptions, adjusted, show_served
 from benchmarks.facts import EngineError
 from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan
 from benchmarks.results import RESULTS
@@ -58,8 +58,9 @@ def serve(
     Exit code 0: the file has all requested steps; 1: steps are left, or a step failed; 2: this machine can't run them.
     """
     try:
-        asked = with_engine(find_serve_plan(plan), engine, name)
-        chosen = adjusted(asked, turns, seconds, audit=audit, one_by_one=one_by_one)
+        chosen = adjusted(
+            find_serve_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one, engine=engine, name=name
+        )
         path = out / f"{name or chosen.name}.json"
         result = ServeFile(path, chosen, fresh=fresh)
         envs = find_environments(env)

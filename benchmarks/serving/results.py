@@ -138,7 +138,7 @@ class ServeFile:
 
 
 def shortened(found: Document) -> Document:
-    """A result without the hashes of the reference's tokens, which are three quarters of its compressed size.
+    """A result without the hashes of the reference's tokens, which are more than half of its compressed size.
 
     A run that is to compare another arm serves the reference's requests again. A result of anything else is unchanged.
     """

@@ -110,6 +110,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
         ),
         load=Load("soak", requests=96, running=running, prompt=(1, 8 if ragged else 700), output=output),
         undrafted=_undrafted(model),
+        prepared=("steady-states",) if "wide" in kinds else (),
     )
 
 

@@ -89,7 +89,9 @@ def test_of_mla_stock_without_drafts_says_what_is_right():
 
 def test_a_wide_soak_has_more_requests_than_the_shorter_account_needs():
     for release in ("0.24.0", "0.26.0"):
-        load = SOAKS[f"{release}-V1-FLASH_ATTN-wide"].load
+        wide = SOAKS[f"{release}-V1-FLASH_ATTN-wide"]
+        assert wide.prepared == ("steady-states",)  # or it has shown nothing of it
+        load = wide.load
         assert load.running > 2 * steady_states._FEWEST  # also where requests have ended, and none has come yet
         assert load.requests > load.running
 
