@@ -21,9 +21,6 @@ from vllm_async_spec.kernels import ROW_FIELDS, LastStep, StepInputs, correct_in
 _IN_FLIGHT = 2
 """Steps that the engine has launched, but whose results it has not seen."""
 
-_ALIGNED = 4
-"""int32 in 16 bytes: Triton recompiles a kernel for a pointer without 16-byte alignment."""
-
 
 class DeviceProgress:
     """The computed tokens of each row of the last step, and of the step being prepared.
@@ -34,12 +31,11 @@ class DeviceProgress:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        pitch = -(-rows // _ALIGNED) * _ALIGNED
         # Two buffers, because one request's old row may be another request's new row.
-        self._carry, self._next_carry = torch.zeros(2, pitch, dtype=torch.int32, device=device).unbind(0)
+        self._carry, self._next_carry = torch.zeros(2, rows, dtype=torch.int32, device=device).unbind(0)
         self._counts = torch.ones(rows, dtype=torch.int32, device=device)
-        self._staged = torch.zeros(ROW_FIELDS, pitch, dtype=torch.int32, device=device)
-        self._staging = PinnedRing((ROW_FIELDS, pitch), torch.int32, depth=_IN_FLIGHT + 1, device=device)
+        self._staged = torch.zeros(ROW_FIELDS, rows, dtype=torch.int32, device=device)
+        self._staging = PinnedRing((ROW_FIELDS, rows), torch.int32, depth=_IN_FLIGHT + 1, device=device)
         self._fetching = PinnedRing((rows,), torch.int32, depth=_IN_FLIGHT + 1, device=device)
         self._fetched: torch.Tensor | None = None
         # One more entry, always zero: row -1, for requests without a row in the last step.
