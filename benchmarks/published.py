@@ -107,7 +107,7 @@ def runners(results: Path) -> str:
                 facts = next(turn["facts"] for turn in document["turns"] if "facts" in turn)
                 first = document["plan"]["arms"][0]
                 engine = f"{facts['vllm']}, {first['shape']}, {devices(facts, first['engine'])}"
-                speeds = (speed(found[load, arm]) for arm in ("stock", "plugin", "V2"))
+                speeds = (speed(found[load, arm]) if (load, arm) in found else "-" for arm in ("stock", "plugin", "V2"))
                 rows.append((engine, load, *speeds, ratio(beside), str(beside["turns"])))
     return Grid(head, rows).markdown()
 

@@ -16,6 +16,7 @@ from typing import Any
 from vllm_async_spec.compat.json_text import compact_json, packed, unpacked
 
 ARCHIVE = "archive.json.xz"
+_AUDITS = {"audit", "audits"}
 
 
 def read_json(path: Path) -> Any:
@@ -72,13 +73,14 @@ def write_archive(folder: Path, results: Mapping[str, Mapping[str, Any]]) -> Non
     partial.replace(folder / ARCHIVE)
 
 
-def rounded(value: Any) -> Any:
-    """The same with five digits of each float, a hundred times finer than two turns agree."""
+def rounded(value: Any, digits: int = 5) -> Any:
+    """The same with five digits of each float, a hundred times finer than two turns agree; with four in audits, whose
+    figures are of a few steps."""
     if isinstance(value, float):
-        return float(f"{value:.5g}")
+        return float(f"{value:.{digits}g}")
     if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list) else value
+        return {name: rounded(each, 4 if name in _AUDITS else digits) for name, each in value.items()}
+    return [rounded(each, digits) for each in value] if isinstance(value, list) else value
 
 
 def _archived(folder: Path) -> dict[str, Any]:

@@ -274,5 +274,6 @@ def _streams(trace: DeviceTrace, window: _Window) -> Iterator[dict[str, Any]]:
         yield {"name": f"stream {stream}", "blocks": blocks}
 
 
-def _us(nanoseconds: int) -> float:
-    return round(nanoseconds / 1e3, 1)
+def _us(nanoseconds: int) -> int:
+    """Whole microseconds: a figure's pixel has several."""
+    return round(nanoseconds / 1e3)

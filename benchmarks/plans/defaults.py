@@ -25,6 +25,8 @@ class Variant:
     draft_tokens: int = 3
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine arguments that are not vLLM's defaults, of which the plan's name tells."""
+    backend: str | None = None
+    """The attention backend that it is for; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,11 @@ class Published:
 
     @property
     def variants(self) -> Mapping[str, Variant]:
-        """Its part of `VARIANTS`: all on one GPU, larger graphs with FLASHINFER only; none of data parallelism, which
-        vLLM's `LLM` does not have."""
+        """Its part of `VARIANTS`: all of its backend on one GPU; none of data parallelism, which vLLM's `LLM` does not
+        have."""
         if self.gpus > 1:
             return {} if self.has_experts else {"": VARIANTS[""]}
-        return {suffix: each for suffix, each in VARIANTS.items() if self.backend == "FLASHINFER" or not each.engine}
+        return {suffix: each for suffix, each in VARIANTS.items() if each.backend in (None, self.backend)}
 
     @property
     def about(self) -> str:
@@ -122,10 +124,15 @@ SEVERAL_GPUS = (
 )
 """The same on several GPUs."""
 
+_BATCHES = ("decode-1", "decode-32", "decode-128")
+_LARGER_GRAPHS = {"max_cudagraph_capture_size": 1024}
+"""A step of 128 requests has 768 tokens with five drafts, and 1,024 with seven; vLLM's default captures 512."""
+
 VARIANTS = {
     "": Variant(_LOADS),
-    **{f"-K{number}": Variant(("decode-1", "decode-32", "decode-128"), number) for number in (1, 5, 7)},
-    "-K7-graphs": Variant(("decode-128",), 7, {"max_cudagraph_capture_size": 1024}),  # a step has 1,024 tokens
+    **{f"-K{number}": Variant(_BATCHES, number) for number in (1, 5, 7)},
+    "-K5-graphs": Variant(_BATCHES, 5, _LARGER_GRAPHS, "FLASH_ATTN"),
+    "-K7-graphs": Variant(("decode-128",), 7, _LARGER_GRAPHS, "FLASHINFER"),
     "-context": Variant(("context-1k", "context-8k", "context-32k")),
 }
 """The plans of each, by the end of their names."""
