@@ -39,9 +39,9 @@ def test_a_kept_result_is_read_by_the_path_of_its_file(tmp_path: Path):
 
 
 def test_floats_have_five_digits_and_those_of_audits_four():
-    found = {"loads": {"step_ms": [1.234567]}, "turns": [{"audits": {"decode-1": {"idle": 0.1234567, "steps": 123456}}}]}
+    found = {"step_ms": [1.234567], "turns": [{"audits": {"decode-1": {"idle": 0.1234567, "steps": 123456}}}]}
     audits = {"decode-1": {"idle": 0.1235, "steps": 123456}}
-    assert rounded(found) == {"loads": {"step_ms": [1.2346]}, "turns": [{"audits": audits}]}
+    assert rounded(found) == {"step_ms": [1.2346], "turns": [{"audits": audits}]}
 
 
 def test_a_file_goes_before_the_archive_until_it_is_kept_and_the_others_stay(tmp_path: Path):

@@ -133,6 +133,8 @@ def _print_status(found: Status) -> None:
         facts.add_row("another runner", escape(found.alternative))
     if found.backend is not None:
         facts.add_row("attention", found.backend)
+    if found.graph_limit is not None:
+        facts.add_row("CUDA graphs", escape(found.graph_limit))
     facts.add_row("scheduling", escape(found.scheduling))
     if found.remedy is not None:
         facts.add_row("to turn it on", escape(found.remedy))

@@ -102,7 +102,7 @@ def accepts(method: str | None) -> str:
 def explain(
     engine_args: EngineArgs, *, stock: Stock | None = None, said_no: bool = False
 ) -> tuple[VllmConfig, Decision]:
-    """The configuration that vLLM makes of these arguments in this process, who decided its scheduling, and why.
+    """The configuration that vLLM makes of a server's arguments in this process, who decided its scheduling, and why.
 
     Args:
         engine_args: vLLM's `EngineArgs`. Not changed.
@@ -112,7 +112,7 @@ def explain(
     Raises:
         Exception: vLLM refuses the arguments; the message is vLLM's.
     """
-    ask = Inquiry(engine_args, type(engine_args).create_engine_config)
+    ask = Inquiry(engine_args, _of_server)
     config = ask.config(engine_args.async_scheduling)
     choice = False if said_no else choice_of(engine_args)
     decision = noted(config) or concluded(choice, config)
@@ -124,6 +124,12 @@ def explain(
         remedy = f"leave out {_option(False)}" if ask.turns_on(None) else None
         return config, replace(decision, remedy=remedy)
     return config, why_off(ask, config, stock, asked=choice is True)
+
+
+def _of_server(engine_args: EngineArgs) -> VllmConfig:
+    from vllm.usage.usage_lib import UsageContext
+
+    return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 def choice_of(engine_args: EngineArgs) -> bool | None:

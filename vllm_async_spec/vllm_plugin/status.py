@@ -16,6 +16,7 @@ import torch
 
 from vllm_async_spec._version import __version__
 from vllm_async_spec.vllm_plugin import runner_choice
+from vllm_async_spec.vllm_plugin.graph_limit import graph_limit
 from vllm_async_spec.vllm_plugin.ledger import (
     Ledger,
     PatchError,
@@ -66,6 +67,8 @@ class Status:
     """How to try vLLM's V2 runner, where vLLM chose V1 and V2 supports the engine; else None."""
     backend: str | None
     """The attention backend, if engine arguments were given."""
+    graph_limit: str | None
+    """From how many requests on steps have no CUDA graph, and what to do; None if all have one, or there are none."""
     scheduling: str
     async_scheduling: bool | None
     """Whether scheduling would be asynchronous; None without engine arguments, as the next three."""
@@ -140,6 +143,7 @@ def read_status(arguments: Sequence[str] | None = None, progress: Callable[[str]
         runner_refused=plugin.runner_refused,
         alternative=engine.alternative,
         backend=engine.backend,
+        graph_limit=engine.graph_limit,
         scheduling=str(decision) if decision else "depends on the engine's arguments; give them as to `vllm serve`",
         async_scheduling=decision.enabled if decision else None,
         decided_by=decision.by if decision else None,
@@ -217,6 +221,7 @@ class _Engine:
     runner_why: str | None = None
     alternative: str | None = None
     backend: str | None = None
+    graph_limit: str | None = None
     decision: Decision | None = None
 
 
@@ -241,8 +246,14 @@ def _engine(arguments: Sequence[str] | None, stock: Stock | None, progress: Call
     plugin = active_plugin()
     if plugin is not None:
         runner_choice.settle_inquiry(plugin)
-    chose = runner_choice.why(config, plugin)
-    return _Engine(runner_choice.runner_of(config), chose, runner_choice.alternative(config, plugin), name, decision)
+    return _Engine(
+        runner=runner_choice.runner_of(config),
+        runner_why=runner_choice.why(config, plugin),
+        alternative=runner_choice.alternative(config, plugin),
+        backend=name,
+        graph_limit=graph_limit(config),
+        decision=decision,
+    )
 
 
 _LEFT_OUT = Stock("VLLM_PLUGINS leaves the plugin out, so vLLM runs as stock", "add async_spec to VLLM_PLUGINS")

@@ -41,8 +41,8 @@ class EngineArgs(Protocol):
     """As given by the user. vLLM adds entries while it makes the configuration."""
     pipeline_parallel_size: int
 
-    def create_engine_config(self) -> VllmConfig:
-        """The configuration, validated."""
+    def create_engine_config(self, usage_context: object = None) -> VllmConfig:
+        """The configuration, validated; `usage_context` is vLLM's `UsageContext`, whose default batches differ."""
 
 
 class CommonMetadata(BatchMetadata, Protocol):

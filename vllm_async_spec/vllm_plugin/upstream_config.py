@@ -76,6 +76,10 @@ class SpeculativeConfig(Protocol):
 class CudagraphMode(Protocol):
     """`CUDAGraphMode`, an enum."""
 
+    @property
+    def name(self) -> str:
+        """Of the member; "NONE" without graphs."""
+
     def has_full_cudagraphs(self) -> bool:
         """Whether some graphs hold a whole forward."""
 
@@ -111,6 +115,10 @@ class SchedulerConfig(Protocol):
     """The scheduler."""
 
     async_scheduling: bool | None
+    max_num_seqs: int
+    """Requests that run at once, at most."""
+    max_num_batched_tokens: int
+    """Tokens of a step, at most."""
 
 
 class VllmConfig(Protocol):

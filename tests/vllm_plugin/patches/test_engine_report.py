@@ -50,7 +50,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 
 def runner(*backends: str, decision: Decision | None = None, on: bool = True) -> Any:
     groups = [SimpleNamespace(backend=SimpleNamespace(get_name=lambda name=name: name)) for name in backends]
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=on))
+    scheduler = SimpleNamespace(async_scheduling=on, max_num_seqs=256, max_num_batched_tokens=8192)
+    graphs = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"), max_cudagraph_capture_size=512)
+    config = SimpleNamespace(scheduler_config=scheduler, compilation_config=graphs, speculative_config=None)
     if decision is not None:
         note(config, decision)  # type: ignore[arg-type]
     return SimpleNamespace(vllm_config=config, attn_groups=[groups])
@@ -71,6 +73,13 @@ def test_only_the_first_rank_reports_and_offers_another_runner(start: Start, mon
     assert lines[1:] == ["vllm-async-spec: to try V2, set A"]
     publisher, lines = start(1, runner("FLASH_ATTN"))
     assert (publisher.snapshot().engines, lines) == ([], [])
+
+
+def test_steps_without_a_cuda_graph_are_told(start: Start):
+    drafting = runner("FLASH_ATTN")
+    drafting.vllm_config.speculative_config = SimpleNamespace(num_speculative_tokens=3)
+    _, lines = start(0, drafting)
+    assert lines[1].startswith("vllm-async-spec: steps of more than 128 requests with 3 drafts have no CUDA graph")
 
 
 @pytest.mark.parametrize(

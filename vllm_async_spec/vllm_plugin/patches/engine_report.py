@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.engine_facts import backend_names, runner_kind
+from vllm_async_spec.vllm_plugin.graph_limit import graph_limit
 from vllm_async_spec.vllm_plugin.ledger import Implementation, State, count_states, summary
 from vllm_async_spec.vllm_plugin.log import inform, logger
 from vllm_async_spec.vllm_plugin.metrics.snapshot import Engine
@@ -53,9 +54,9 @@ def _report(wrapper: WorkerWrapper) -> None:
     line = f"the engine has the {engine.runner} runner, attention {engine.backend}; patches: {summary(counts)}"
     if publisher.is_first(line):
         inform("vllm-async-spec: %s", line)
-    another = alternative(config, plugin)
-    if another is not None and publisher.is_first(another):
-        inform("vllm-async-spec: %s", another)
+    for advice in (alternative(config, plugin), graph_limit(config)):
+        if advice is not None and publisher.is_first(advice):
+            inform("vllm-async-spec: %s", advice)
 
 
 IMPLEMENTATIONS = {"engine-report": Implementation(_apply)}
