@@ -11,6 +11,8 @@ _NAME, _WANTED = "ASYNC_SPEC_BENCH_RUNNER", "cuda"
 ENVIRONMENT = {_NAME: _WANTED}
 """Environment of an arm that asks for the patches."""
 PATCHES = ("carried-inputs", "steady-inputs", "steady-states")
+OTHER_ROWS = "steady-inputs of other rows"
+"""Steps of `steady-inputs` whose rows are others than those of the step before, as soaks count them."""
 
 
 def choose() -> None:

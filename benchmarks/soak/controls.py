@@ -16,6 +16,7 @@ BREAKS = {
     "positions": _RUNNER,
     "exact": _RUNNER,
     "carried": f"inputs that the V1 runner of {_CARRIED[0]} to {_CARRIED[-1]} keeps on the device",
+    "moved": f"rows that the V1 runner of {_CARRIED[0]} to {_CARRIED[-1]} gathers from their old places",
     "kept": "kept metadata of linear attention, in the V1 runner",
 }
 """The part of the plugin that each control breaks."""
@@ -28,7 +29,7 @@ BREAKS_ANY = {
 }
 """What controls break that break any engine, stock too."""
 FEATURE_CONTROLS = ("positions", "exact")
-SOAK_CONTROLS = ("lengths", "fence", "short", LAST_RANK, STATES, "positions", "carried", "kept")
+SOAK_CONTROLS = ("lengths", "fence", "short", LAST_RANK, STATES, "positions", "carried", "moved", "kept")
 """Without `exact`: a soak's requests are plain greedy, so none needs exact counts."""
 
 
@@ -44,6 +45,6 @@ def can_show(control: str, subject: Arm) -> bool:
         return find_shape(subject.shape).has_linear_attention and subject.runner != "V2"
     if control == "positions":
         return subject.release in RUNNER_RELEASES
-    if control == "carried":
+    if control in {"carried", "moved"}:
         return subject.runner == "V1" and subject.release in _CARRIED
     return bool(subject.engine.get("attention_config", {}).get("backend") == "FLASHINFER")

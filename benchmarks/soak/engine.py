@@ -233,6 +233,18 @@ def _stale_tokens(runner: Any) -> None:
     kernels.advance_batch = advance_batch
 
 
+def _unmoved_rows(runner: Any) -> None:
+    """A row that moved gets the tokens of the row that was in its place in the step before."""
+    from vllm_async_spec.vllm_plugin.patches.steady_inputs import SteadyBatch
+
+    take = SteadyBatch._take_rows
+
+    def take_rows(self: SteadyBatch, runner: Any, rows: Any) -> None:
+        take(self, runner, range(len(rows)))  # type: ignore[arg-type]
+
+    SteadyBatch._take_rows = take_rows  # type: ignore[method-assign]
+
+
 def _kept_states(runner: Any) -> None:
     """Where metadata of linear attention is kept, it says that one token was accepted."""
     from vllm_async_spec.vllm_plugin.patches.linear_attention import KeptStep
@@ -260,6 +272,7 @@ CONTROLS: dict[str, Callable[[Any], None]] = {
     "states": _stale_states,
     "positions": _no_positions,
     "carried": _stale_tokens,
+    "moved": _unmoved_rows,
     "kept": _kept_states,
     "exact": _never_exact,
 }

@@ -110,7 +110,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
         ),
         load=Load("soak", requests=96, running=running, prompt=(1, 8 if ragged else 700), output=output),
         undrafted=_undrafted(model),
-        prepared=("steady-states",) if "wide" in kinds else (),
+        prepared=("steady-states", runner_on_cpu.OTHER_ROWS) if "wide" in kinds else (),
     )
 
 
@@ -147,7 +147,7 @@ def _runner_on_cpu(release: str) -> Soak:
             environment={**tiny.subject.environment, **runner_on_cpu.ENVIRONMENT},
         ),
         load=Load("soak-tiny-wide", requests=72, running=24, prompt=(1, 64), output=(48, 120)),
-        prepared=runner_on_cpu.PATCHES,
+        prepared=(*runner_on_cpu.PATCHES, runner_on_cpu.OTHER_ROWS),
     )
 
 

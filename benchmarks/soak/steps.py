@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.runner_on_cpu import OTHER_ROWS
 from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
 from vllm_async_spec.vllm_plugin.patches.steady_inputs import SteadyBatch
 from vllm_async_spec.vllm_plugin.patches.steady_states import SteadyStates
@@ -12,9 +13,10 @@ from vllm_async_spec.vllm_plugin.patches.steady_states import SteadyStates
 _METHODS: dict[str, tuple[type, str]] = {
     "carried-inputs": (Carried, "tokens_of"),
     "steady-inputs": (SteadyBatch, "prepare"),
+    OTHER_ROWS: (SteadyBatch, "gathered"),
     "steady-states": (SteadyStates, "advance"),
 }
-"""Of each patch, what prepares a step; it returns None for a step that it leaves to vLLM."""
+"""Of each patch, or of some of its steps, what prepares a step; it returns None for a step that it leaves to vLLM."""
 _counts: Counter[str] = Counter()
 _counting: list[str] = []
 

@@ -59,11 +59,11 @@ def test_steps_that_a_patch_leaves_to_vllm_do_not_count(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("prepared", "sentence"),
     [
-        (dict.fromkeys(runner_on_cpu.PATCHES, 3), ""),
+        (dict.fromkeys((*runner_on_cpu.PATCHES, runner_on_cpu.OTHER_ROWS), 3), ""),
         (
             {"carried-inputs": 3},
-            "benchmarks: no step was prepared by steady-inputs, steady-states, so this soak shows nothing of it; see "
-            "the engine's log\n",
+            "benchmarks: no step was prepared by steady-inputs, steady-states, steady-inputs of other rows, so this "
+            "soak shows nothing of it; see the engine's log\n",
         ),
     ],
 )

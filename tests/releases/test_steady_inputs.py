@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from simulation.schedule import Schedule, random_schedule, wishful_schedule
@@ -14,8 +15,9 @@ from vllm_async_spec import kernels
 from vllm_async_spec.kernels import advance_batch_reference
 from vllm_async_spec.vllm_plugin.patches.steady_inputs import SteadyBatch
 
-SEEDS = (0, 2, 4, 5)
-HANDED = SteadyBatch.handed
+SEEDS = (0, 2, 3, 4, 5)
+TAKE_ROWS = SteadyBatch._take_rows
+HANDED, GATHERED = SteadyBatch.handed, SteadyBatch.gathered
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +44,53 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def wrong(subject: Any, schedule: Schedule) -> list[str]:
-    return wrong_of_patch(subject, schedule, SteadyBatch, "handed", compared=True)
+    return wrong_of_patch(subject, schedule, SteadyBatch, "handed", "gathered", compared=True)
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each step that other rows were in whether it was prepared by the kernel."""
+    found: list[bool] = []
+
+    def noted(self: SteadyBatch, *args: Any) -> Any:
+        gathered = GATHERED(self, *args)
+        found.append(gathered is not None)
+        return gathered
+
+    monkeypatch.setattr(SteadyBatch, "gathered", noted)
+    return found
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_models_are_given_what_stock_gives_them(subject: Any, seed: int, taken: list[bool]):
+def test_models_are_given_what_stock_gives_them(subject: Any, seed: int, taken: list[bool], moved: list[bool]):
     schedule = random_schedule(seed)
     assert wrong(subject, schedule) == []
-    assert sum(taken) > 3 or (schedule.shape.axes and not any(taken))  # vLLM's function prepares M-RoPE's positions
-    assert not all(taken)
+    if schedule.shape.axes:  # vLLM's function prepares M-RoPE's positions
+        assert not any(taken + moved)
+    else:
+        assert sum(taken) > 3
+        assert any(moved)
+        assert not all(moved)
 
 
 def test_grammars_may_refuse_drafts_that_stay_on_the_device(subject: Any, taken: list[bool]):
     assert wrong(subject, wishful_schedule(3, ("grammar", "logprobs"))) == []
     assert sum(taken) > 3
+
+
+def same_places(self: SteadyBatch, runner: Any, rows: Any) -> None:
+    TAKE_ROWS(self, runner, np.arange(len(rows)))
+
+
+def all_had_drafts(self: SteadyBatch, runner: Any, rows: Any) -> None:
+    TAKE_ROWS(self, runner, rows)
+    runner.prev_num_draft_tokens.np[rows] = 1
+
+
+@pytest.mark.parametrize("fault", [same_places, all_had_drafts])
+def test_rows_of_other_places_are_found(subject: Any, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SteadyBatch, "_take_rows", fault)
+    assert any(wrong(subject, random_schedule(seed)) for seed in SEEDS)
 
 
 def stale_counts(counts: torch.Tensor, *rest: Any) -> None:
@@ -75,7 +110,7 @@ def test_other_inputs_are_found(subject: Any, fault: Callable[..., None], monkey
 def test_a_dummy_run_ends_the_batch(subject: Any, monkeypatch: pytest.MonkeyPatch):
     forgotten: list[object] = []
     monkeypatch.setattr(SteadyBatch, "forget", lambda self: forgotten.append(self))
-    buffer = SimpleNamespace(gpu=None)
+    buffer = SimpleNamespace(gpu=None, np=np.empty(1))
     names = ("num_accepted_tokens", "discard_request_mask", "query_start_loc", "input_ids")
     runner = type("Bare", (subject,), {"__init__": lambda self: None})()
     vars(runner).update(

@@ -122,6 +122,10 @@ class CachedRequestState(Protocol):
     output_token_ids: list[int]
     """-1 for tokens that only the device knows."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and the output."""
+
 
 class CachedRequestData(Protocol):
     """The requests of a step that the runner already knows. All sequences have the same order."""

@@ -153,6 +153,7 @@ class CarryingRunner(Protocol):
     """`GPUModelRunner` of the V1 runner from 0.19 on, which carries counts and positions on the device."""
 
     device: torch.device
+    model_config: ModelConfig
     parallel_config: ParallelConfig
     cache_config: CacheConfig
     lora_config: object
@@ -164,8 +165,13 @@ class CarryingRunner(Protocol):
     enable_prompt_embeds: bool
     dcp_world_size: int
     input_batch: InputBatch
+    requests: Mapping[str, CachedRequestState]
+    prev_positions: CpuGpuBuffer
+    """(requests,) int64: the row that each request had in the last step."""
     prev_num_draft_tokens: CpuGpuBuffer
     """(requests,) int32: drafts that each row of the last step verified."""
+    num_decode_draft_tokens: CpuGpuBuffer
+    """(requests,) int32: drafts of each row that only decodes; -1 for others."""
     optimistic_seq_lens_cpu: torch.Tensor
     """(requests,) int32, host: lengths as if all drafts had been accepted."""
     num_computed_tokens: torch.Tensor

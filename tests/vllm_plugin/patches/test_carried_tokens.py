@@ -150,7 +150,19 @@ def test_kept_indices_are_those_that_vllm_would_make(runner_class: Any):
         stock.input_ids.gpu = runner.input_ids.gpu
         expected = indices(functools.partial(plain, stock), counts, lengths)
         assert indices(runner._calc_spec_decode_metadata, counts, lengths) == expected
-    assert runner.calls == ["indices"] * 6  # the first two of STEPS are alike
+    assert runner.calls == ["indices"] * 5  # two of STEPS are like the first
+
+
+def test_few_batches_are_kept(runner_class: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(carried_inputs, "_MOST", 2)
+    runner = runner_class()
+    runner.input_ids.gpu = torch.arange(64, dtype=torch.int32)
+    made = []
+    for counts in ([3], [3, 3], [3], [3] * 3, [3, 3], [3], [3, 3]):
+        before = len(runner.calls)
+        indices(runner._calc_spec_decode_metadata, counts, None)
+        made.append(len(runner.calls) > before)
+    assert made == [True, True, False, True, False, True, True]  # the oldest goes
 
 
 def test_the_metadata_of_a_step_stays_as_it_was(runner_class: Any):

@@ -19,9 +19,13 @@ ROWS, DRAFTS, SIZE = 3, 2, 6
 EACH = DRAFTS + 1
 
 
-def buffer(size: int, dtype: torch.dtype = torch.int32) -> SimpleNamespace:
-    host = torch.zeros(size, dtype=dtype)
-    return SimpleNamespace(gpu=torch.zeros(size, dtype=dtype), cpu=host, np=host.numpy())
+class Buffer:
+    def __init__(self, size: int, dtype: torch.dtype = torch.int32) -> None:
+        self.cpu, self.gpu = torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)
+        self.np = self.cpu.numpy()
+
+    def copy_to_gpu(self, n: int | None = None) -> None:
+        self.gpu[:n] = self.cpu[:n]
 
 
 class Runner:
@@ -40,17 +44,22 @@ class Runner:
         self.seq_lens = torch.zeros(SIZE, dtype=torch.int32)
         self.positions = torch.zeros(99, dtype=torch.int64)
         self.optimistic_seq_lens_cpu = torch.zeros(SIZE, dtype=torch.int32)
-        self.num_accepted_tokens, self.query_start_loc, self.input_ids = buffer(SIZE), buffer(SIZE + 1), buffer(99)
-        self.discard_request_mask, self.prev_num_draft_tokens = buffer(SIZE, torch.bool), buffer(SIZE)
+        self.num_accepted_tokens, self.query_start_loc, self.input_ids = Buffer(SIZE), Buffer(SIZE + 1), Buffer(99)
+        self.discard_request_mask, self.prev_num_draft_tokens = Buffer(SIZE, torch.bool), Buffer(SIZE)
+        self.num_decode_draft_tokens, self.prev_positions = Buffer(SIZE), Buffer(SIZE, torch.int64)
+        self.model_config = SimpleNamespace(is_hybrid=False)
         self.prev_num_draft_tokens.np[:ROWS] = DRAFTS
         self.valid_sampled_token_count_gpu: Any = torch.tensor([1, 3, 2], dtype=torch.int32)
         self._draft_token_ids: Any = torch.arange(ROWS * DRAFTS).view(ROWS, DRAFTS) + 100
         names = [f"r{row}" for row in range(ROWS)]
+        computed = torch.full((SIZE,), 10, dtype=torch.int32)
+        self.requests = {name: SimpleNamespace(num_tokens=13) for name in names}
         self.input_batch = SimpleNamespace(
             req_ids=names,
             prev_req_id_to_index={name: row for row, name in enumerate(names)},
             prev_sampled_token_ids=torch.arange(ROWS, dtype=torch.int32)[:, None] + 50,
-            num_computed_tokens_cpu_tensor=torch.full((SIZE,), 10, dtype=torch.int32),
+            num_computed_tokens_cpu_tensor=computed,
+            num_computed_tokens_cpu=computed.numpy(),
             block_table=SimpleNamespace(
                 commit_block_table=lambda rows: self.calls.append(f"pages of {rows}"),
                 compute_slot_mapping=lambda rows, starts, positions: self.calls.append(f"slots of {len(positions)}"),
@@ -97,10 +106,44 @@ def test_a_step_like_the_one_before_is_prepared_by_the_kernel(runner: Any):
     assert runner.input_ids.gpu[:9].tolist() == [50, 100, 101, 51, 102, 103, 52, 104, 105]
 
 
+def test_rows_that_moved_are_gathered_from_their_old_places(runner: Any):
+    runner._prepare_inputs(*step())
+    runner.num_computed_tokens[:ROWS] = torch.tensor([20, 30, 40])
+    runner.input_batch.req_ids = ["r2", "r0"]
+    runner.input_batch.prev_req_id_to_index.pop("r1")
+    runner.discard_request_mask.np[:] = True
+    scheduled, tokens = step([DRAFTS] * 2)
+    scheduled.scheduled_spec_decode_tokens = dict.fromkeys(["r0", "r2"], [-1] * DRAFTS)
+    assert runner._prepare_inputs(scheduled, tokens)[2] == EACH
+    assert runner.calls == ["vLLM", "pages of 2", "slots of 6", "drafts [2, 2], ends [3, 6]"]
+    assert runner.num_computed_tokens[:2].tolist() == [42, 21]
+    assert runner.num_accepted_tokens.gpu.tolist() == [2, 1, 1, 1, 1, 1]
+    assert runner.seq_lens.tolist() == [45, 24, 0, 0, 0, 0]
+    assert runner.query_start_loc.np.tolist() == runner.query_start_loc.gpu.tolist() == [0, 3, 6, 6, 6, 6, 6]
+    assert runner.num_decode_draft_tokens.gpu.tolist() == [2, 2, -1, -1, -1, -1]
+    assert runner.optimistic_seq_lens_cpu.tolist() == [13, 13, 0, 0, 0, 0]
+    assert not runner.discard_request_mask.np[:2].any()
+    assert runner.positions[:6].tolist() == [42, 43, 44, 21, 22, 23]
+    assert runner.input_ids.gpu[:6].tolist() == [52, 104, 105, 50, 100, 101]
+    runner.input_batch.prev_req_id_to_index = {"r2": 0, "r0": 1}
+    runner._prepare_inputs(scheduled, tokens)  # goes on, from the two rows
+    assert runner.num_computed_tokens[:2].tolist() == [43, 24]
+
+
+def test_a_row_that_had_a_prompt_is_where_the_host_says(runner: Any):
+    runner._prepare_inputs(*step())
+    runner.num_computed_tokens[:ROWS] = torch.tensor([20, 30, 40])
+    runner.prev_num_draft_tokens.np[1] = 0
+    runner._prepare_inputs(*step())
+    assert runner.num_computed_tokens[:ROWS].tolist() == [21, 10, 42]
+    assert runner.num_accepted_tokens.gpu[:ROWS].tolist() == [1, 1, 2]
+    assert runner.seq_lens[:ROWS].tolist() == [24, 13, 45]
+
+
 CHANGES: dict[str, tuple[str, Any]] = {
-    "rows that changed places": ("input_batch.req_ids", ["r1", "r0", "r2"]),
-    "a row that was left out": ("input_batch.prev_req_id_to_index", {"r0": 0, "r1": 2, "r2": 3}),
-    "fewer drafts before": ("prev_num_draft_tokens.np", np.array([2, 1, 2], dtype=np.int32)),
+    "a row that is not known": ("input_batch.prev_req_id_to_index", {"r0": 0, "r2": 2}),
+    "a row of another batch": ("input_batch.prev_req_id_to_index", {"r0": 0, "r1": 2, "r2": 3}),
+    "a prompt that goes on": ("requests", dict.fromkeys(["r0", "r1", "r2"], SimpleNamespace(num_tokens=14))),
     "no counts": ("valid_sampled_token_count_gpu", None),
     "drafts on the host": ("_draft_token_ids", [[1, 2]] * ROWS),
     "drafts of another number": ("_draft_token_ids", torch.zeros(ROWS, DRAFTS - 1, dtype=torch.int64)),
@@ -116,25 +159,40 @@ def test_any_other_step_is_vllms(runner: Any, change: str):
     runner._prepare_inputs(*step())
     *owners, name = path.split(".")
     setattr(functools.reduce(getattr, owners, runner), name, value)
+    if change == "a prompt that goes on":
+        runner.prev_num_draft_tokens.np[0] = 0
     runner._prepare_inputs(*step())
     assert runner.calls == ["vLLM", "vLLM"]
 
 
-def test_a_step_after_a_dummy_run_is_vllms(runner: Any):
+def test_rows_of_a_hybrid_that_moved_are_vllms(runner: Any):
+    runner._prepare_inputs(*step())
+    runner.model_config.is_hybrid = True
+    runner._prepare_inputs(*step())
+    runner.input_batch.req_ids = ["r1", "r0", "r2"]
+    runner._prepare_inputs(*step())
+    assert [call for call in runner.calls if call == "vLLM"] == ["vLLM", "vLLM"]
+
+
+def test_a_step_after_a_dummy_run_begins_from_all_rows(runner: Any):
+    """The dummy run has overwritten the runner's buffers."""
     runner._prepare_inputs(*step())
     runner._dummy_run()
+    runner.query_start_loc.np[:] = runner.num_decode_draft_tokens.np[:] = 77
     runner._prepare_inputs(*step())
-    assert runner.calls == ["vLLM", "dummy", "vLLM"]
+    assert runner.calls[:3] == ["vLLM", "dummy", "pages of 3"]
+    assert runner.query_start_loc.np.tolist() == [0, 3, 6, 9, 9, 9, 9]
+    assert runner.num_decode_draft_tokens.np.tolist() == [2, 2, 2, -1, -1, -1]
 
 
-@pytest.mark.parametrize("drafts", [[2, 2], [2, 2, 0], [2, 1, 2], [1, 1, 1], [2, 2, 2, 2]])
+@pytest.mark.parametrize("drafts", [[2, 2, 0], [2, 1, 2], [1, 1, 1]])
 def test_a_step_of_another_shape_is_vllms(runner: Any, drafts: list[int]):
     runner._prepare_inputs(*step())
     runner._prepare_inputs(*step(drafts))
     assert runner.calls == ["vLLM", "vLLM"]
 
 
-def test_a_step_after_one_whose_prompts_go_on_is_vllms(runner: Any):
+def test_a_step_after_one_whose_prompts_go_on_is_vllms(runner: Any):  # it has not met such rows yet
     runner.discard_request_mask.np[0] = True
     runner._prepare_inputs(*step())
     runner._prepare_inputs(*step())

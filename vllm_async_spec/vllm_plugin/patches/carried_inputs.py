@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     Counts = npt.NDArray[np.int32]
 
 
+_MOST = 32
+"""Kinds of steps whose indices are kept, because rows come and go; a step of 4,096 tokens has 100 kB of indices."""
+
+
 class Carried:
     """What one runner keeps from step to step.
 
@@ -38,8 +43,8 @@ class Carried:
     def __init__(self, requests: int) -> None:
         self._rows = np.arange(requests)
         self._drafts, self._ends = 0, self._rows + 1
-        self._kept: optimistic_runner.KeptIndices | None = None
-        self._places: torch.Tensor | None = None
+        self._kept = dict[tuple[int, int], _Kept]()
+        """By `_kind` of the step, the newest last."""
 
     def tokens_of(
         self, runner: RunnerBase, scheduled: SchedulerOutput, requests: int, ends: Counts
@@ -78,17 +83,36 @@ class Carried:
             ends: (requests,) tokens up to the end of each row.
             tokens: (tokens,) the step's tokens on the device.
         """
-        if self._kept is None or not self._kept.are_of(drafts, ends):
+        kept = self._kept.get(_kind(drafts, ends))
+        if kept is None or not kept.indices.are_of(drafts, ends):
             return None
-        made = copy.copy(self._kept.metadata)
-        if self._places is None:
-            self._places = made.logits_indices[made.target_logits_indices + 1]
-        made.draft_token_ids = tokens[self._places]
+        made = copy.copy(kept.indices.metadata)
+        if kept.places is None:
+            kept.places = made.logits_indices[made.target_logits_indices + 1]
+        made.draft_token_ids = tokens[kept.places]
         return made
 
     def keep(self, drafts: Counts, ends: Counts, metadata: SpecDecodeMetadata) -> None:
-        """Keep the metadata that vLLM made for these arguments."""
-        self._kept, self._places = optimistic_runner.KeptIndices(drafts.copy(), ends.copy(), metadata), None
+        """Keep the metadata that vLLM made for these arguments, and drop the oldest if there are many."""
+        kind = _kind(drafts, ends)
+        self._kept.pop(kind, None)
+        if len(self._kept) == _MOST:
+            del self._kept[next(iter(self._kept))]
+        self._kept[kind] = _Kept(optimistic_runner.KeptIndices(drafts.copy(), ends.copy(), metadata))
+
+
+@dataclass
+class _Kept:
+    indices: optimistic_runner.KeptIndices
+    places: torch.Tensor | None = None
+    """Where the drafts are among the step's tokens."""
+
+
+def _kind(drafts: Counts, ends: Counts) -> tuple[int, int]:
+    """Rows and tokens of a step whose rows all have the same drafts, and nothing else; zeros of any other step."""
+    rows, tokens = len(ends), int(ends[-1])
+    alike = tokens == rows * (int(drafts[0]) + 1) and bool((drafts == drafts[0]).all())
+    return (rows, tokens) if alike else (0, 0)
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:

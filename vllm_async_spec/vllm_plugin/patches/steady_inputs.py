@@ -3,7 +3,11 @@
 In steady decode each row of a step is that row of the step before, with all its drafts to verify. The host then knows
 nothing of the step that the device does not know better. The runner still computes tokens, positions and lengths on the
 host, copies nine tensors, and corrects them on the device by a dozen small kernels. The patch launches one kernel for
-all of them. All other steps run vLLM's function.
+all of them.
+
+After a step in which a request ended, moved or had a prompt, the rows are others. If all of them verify all their
+drafts, the patch gathers what the step before left of each, and launches the same kernel. All other steps run vLLM's
+function.
 """
 
 from __future__ import annotations
@@ -46,12 +50,19 @@ class SteadyBatch:
             input_ids=runner.input_ids.gpu,
         )
         self._drafts = self._ends = np.empty(0, np.int32)
-        self._more: tuple[object, ...] = ()
+        self._starts = np.arange(len(runner.query_start_loc.np))
+        self._more = dict[int, tuple[object, ...]]()
+        """By tokens of a row, what else vLLM's function returned."""
         self.forget()
 
     def forget(self) -> None:
-        """No step follows the newest one: the runner's buffers are those of another batch."""
+        """No step has the rows of the newest one: the runner's buffers are those of another batch."""
         self._requests = self._tokens = 0
+
+    def _begin(self, requests: int, each: int) -> None:
+        self._requests, self._tokens = requests, each
+        self._drafts = np.full(requests, each - 1, np.int32)
+        self._ends = self._starts[1 : requests + 1] * each
 
     def note(self, runner: CarryingRunner, scheduled: SchedulerOutput, tokens: Counts, made: Prepared) -> None:
         """Remember the step that vLLM has prepared, if each row has a token and the same number of drafts.
@@ -68,9 +79,8 @@ class SteadyBatch:
             return
         if runner.discard_request_mask.np[:requests].any():
             return
-        self._requests, self._tokens, self._more = requests, each, made[2:]
-        self._drafts = np.full(requests, each - 1, np.int32)
-        self._ends = np.cumsum(tokens)
+        self._begin(requests, each)
+        self._more[each] = made[2:]
 
     def handed(
         self, runner: CarryingRunner, scheduled: SchedulerOutput, tokens: Counts
@@ -87,25 +97,73 @@ class SteadyBatch:
         Returns:
             Counts of accepted tokens, newest tokens and drafts, as `kernels.advance_batch` takes them.
         """
-        requests, batch = self._requests, runner.input_batch
-        if requests != len(tokens) or not _all_verify(scheduled, tokens, requests, self._tokens):
-            return None
-        drafts = runner._draft_token_ids
-        counts, sampled = runner.valid_sampled_token_count_gpu, batch.prev_sampled_token_ids
-        if counts is None or sampled is None or not isinstance(drafts, torch.Tensor):
+        requests, left = self._requests, _left_on_device(runner, self._tokens)
+        if requests != len(tokens) or left is None or not _all_verify(scheduled, tokens, requests, self._tokens):
             return None
         goes_on = (
-            rows_stay(batch, requests)
+            rows_stay(runner.input_batch, requests)
             and bool((runner.prev_num_draft_tokens.np[:requests] == self._tokens - 1).all())
-            and drafts.shape[1] == self._tokens - 1
-            and min(len(counts), len(sampled), len(drafts)) >= requests
+            and min(map(len, left)) >= requests
         )
-        return (counts, sampled, drafts) if goes_on else None
+        return left if goes_on else None
+
+    def gathered(
+        self, runner: CarryingRunner, scheduled: SchedulerOutput, tokens: Counts
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """What `handed` returns, for a step of which each row was in the newest one, in any place.
+
+        Arguments are those of `handed`. Where it is not None, the runner's buffers are those of this step's rows.
+        """
+        requests, each, batch = len(tokens), int(tokens[0]), runner.input_batch
+        left = _left_on_device(runner, each)
+        if (
+            left is None
+            or each not in self._more
+            or not batch.prev_req_id_to_index
+            or not _all_verify(scheduled, tokens, requests, each)
+            or runner.model_config.is_hybrid  # up to 0.23 the host moves its counts
+        ):
+            return None
+        names = batch.req_ids[:requests]
+        rows = np.array([batch.prev_req_id_to_index.get(name, -1) for name in names])
+        known = np.array([runner.requests[name].num_tokens for name in names])
+        if (
+            not 0 <= rows.min() <= rows.max() < min(map(len, left))
+            or (batch.num_computed_tokens_cpu[:requests] + each < known).any()  # its prompt goes on
+        ):
+            return None
+        self._begin(requests, each)
+        self._take_rows(runner, rows)
+        before = runner.prev_positions.gpu[:requests]
+        counts, sampled, drafts = (tensor[before] for tensor in left)
+        computed = self._inputs.computed[before]
+        if not runner.prev_num_draft_tokens.np[rows].all():
+            # A row that had a prompt is where the host says, which the kernel adds the counts to.
+            runner.prev_num_draft_tokens.copy_to_gpu()
+            drafted = runner.prev_num_draft_tokens.gpu[before] > 0
+            exact = batch.num_computed_tokens_cpu_tensor[:requests].to(runner.device, non_blocking=True)
+            counts = torch.where(drafted, counts, 1)
+            computed = torch.where(drafted, computed, exact - 1)
+        self._inputs.computed[:requests] = computed
+        return counts, sampled, drafts
+
+    def _take_rows(self, runner: CarryingRunner, rows: npt.NDArray[np.int_]) -> None:
+        """Write what depends on the number of rows and on their places: (requests,) rows of the newest step."""
+        requests, total = self._requests, self._requests * self._tokens
+        runner.query_start_loc.np[:] = np.minimum(self._starts * self._tokens, total)
+        runner.optimistic_seq_lens_cpu[requests:].fill_(0)
+        runner.discard_request_mask.np[:requests] = False
+        runner.num_accepted_tokens.np.fill(1)
+        drafts = runner.num_decode_draft_tokens
+        drafts.np[:requests], drafts.np[requests:] = self._tokens - 1, -1
+        drafts.copy_to_gpu()
+        runner.prev_positions.np[:requests] = rows
+        runner.prev_positions.copy_to_gpu(requests)
 
     def prepare(
         self, runner: CarryingRunner, counts: torch.Tensor, sampled: torch.Tensor, drafts: torch.Tensor
     ) -> Prepared:
-        """Prepare a step from what `handed` returned; returns what vLLM's function does."""
+        """Prepare a step from what `handed` or `gathered` returned; returns what vLLM's function does."""
         batch, requests, total = runner.input_batch, self._requests, self._requests * self._tokens
         batch.block_table.commit_block_table(requests)
         torch.add(
@@ -118,7 +176,7 @@ class SteadyBatch:
             requests, runner.query_start_loc.gpu[: requests + 1], runner.positions[:total]
         )
         metadata: SpecDecodeMetadata = runner._calc_spec_decode_metadata(self._drafts, self._ends)
-        return metadata.logits_indices, metadata, *self._more
+        return metadata.logits_indices, metadata, *self._more[self._tokens]
 
 
 def rows_stay(batch: InputBatch, requests: int) -> bool:
@@ -131,6 +189,15 @@ def rows_stay(batch: InputBatch, requests: int) -> bool:
     before, names = batch.prev_req_id_to_index, batch.req_ids[:requests]
     # Rows rise, so none was left out if the last one is in its place.
     return bool(before) and list(before) == names and before[names[-1]] == requests - 1
+
+
+def _left_on_device(runner: CarryingRunner, each: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Counts, newest tokens and drafts of the last step's rows, if all are on the device, with `each` - 1 drafts."""
+    counts, sampled = runner.valid_sampled_token_count_gpu, runner.input_batch.prev_sampled_token_ids
+    drafts = runner._draft_token_ids
+    if counts is None or sampled is None or not isinstance(drafts, torch.Tensor) or drafts.shape[1] != each - 1:
+        return None
+    return counts, sampled, drafts
 
 
 def _all_verify(scheduled: SchedulerOutput, tokens: Counts, requests: int, each: int) -> bool:
@@ -172,7 +239,8 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         self: CarryingRunner, scheduler_output: SchedulerOutput, num_scheduled_tokens: Counts
     ) -> Prepared:
         batch = of(self)
-        if handed := batch.handed(self, scheduler_output, num_scheduled_tokens):
+        handed = batch.handed(self, scheduler_output, num_scheduled_tokens)
+        if handed := handed or batch.gathered(self, scheduler_output, num_scheduled_tokens):
             return batch.prepare(self, *handed)
         made: Prepared = prepare(self, scheduler_output, num_scheduled_tokens)
         batch.note(self, scheduler_output, num_scheduled_tokens, made)
