@@ -10,13 +10,14 @@ RUNNER_RELEASES = find_patch("optimistic-runner").releases
 _RUNNER = f"the runner of {RUNNER_RELEASES[0]} to {RUNNER_RELEASES[-1]} on a GPU"
 _PLANS = "the plugin's plans for FlashInfer"
 _CARRIED = find_patch("carried-inputs").releases
+_CARRYING = f"the V1 runner of {_CARRIED[0]} to {_CARRIED[-1]}"
 BREAKS = {
     "lengths": _PLANS,
     "fence": _PLANS,
     "positions": _RUNNER,
     "exact": _RUNNER,
-    "carried": f"inputs that the V1 runner of {_CARRIED[0]} to {_CARRIED[-1]} keeps on the device",
-    "moved": f"rows that the V1 runner of {_CARRIED[0]} to {_CARRIED[-1]} gathers from their old places",
+    "carried": f"inputs that {_CARRYING} keeps on the device",
+    "moved": f"rows that {_CARRYING} gathers from their old places",
     "kept": "kept metadata of linear attention, in the V1 runner",
 }
 """The part of the plugin that each control breaks."""

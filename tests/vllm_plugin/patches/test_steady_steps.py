@@ -143,7 +143,6 @@ def test_a_row_that_had_a_prompt_is_where_the_host_says(runner: Any):
 CHANGES: dict[str, tuple[str, Any]] = {
     "a row that is not known": ("input_batch.prev_req_id_to_index", {"r0": 0, "r2": 2}),
     "a row of another batch": ("input_batch.prev_req_id_to_index", {"r0": 0, "r1": 2, "r2": 3}),
-    "a prompt that goes on": ("requests", dict.fromkeys(["r0", "r1", "r2"], SimpleNamespace(num_tokens=14))),
     "no counts": ("valid_sampled_token_count_gpu", None),
     "drafts on the host": ("_draft_token_ids", [[1, 2]] * ROWS),
     "drafts of another number": ("_draft_token_ids", torch.zeros(ROWS, DRAFTS - 1, dtype=torch.int64)),
@@ -159,8 +158,14 @@ def test_any_other_step_is_vllms(runner: Any, change: str):
     runner._prepare_inputs(*step())
     *owners, name = path.split(".")
     setattr(functools.reduce(getattr, owners, runner), name, value)
-    if change == "a prompt that goes on":
-        runner.prev_num_draft_tokens.np[0] = 0
+    runner._prepare_inputs(*step())
+    assert runner.calls == ["vLLM", "vLLM"]
+
+
+def test_a_prompt_that_goes_on_is_vllms(runner: Any):
+    runner._prepare_inputs(*step())
+    runner.prev_num_draft_tokens.np[0] = 0
+    runner.requests["r0"].num_tokens = 14
     runner._prepare_inputs(*step())
     assert runner.calls == ["vLLM", "vLLM"]
 

@@ -84,9 +84,9 @@ class Carried:
             tokens: (tokens,) the step's tokens on the device.
         """
         kept = self._kept.get(_kind(drafts, ends))
-        if kept is None or not kept.indices.are_of(drafts, ends):
+        if kept is None or not kept.are_of(drafts, ends):
             return None
-        made = copy.copy(kept.indices.metadata)
+        made = copy.copy(kept.metadata)
         if kept.places is None:
             kept.places = made.logits_indices[made.target_logits_indices + 1]
         made.draft_token_ids = tokens[kept.places]
@@ -98,12 +98,11 @@ class Carried:
         self._kept.pop(kind, None)
         if len(self._kept) == _MOST:
             del self._kept[next(iter(self._kept))]
-        self._kept[kind] = _Kept(optimistic_runner.KeptIndices(drafts.copy(), ends.copy(), metadata))
+        self._kept[kind] = _Kept(drafts.copy(), ends.copy(), metadata)
 
 
-@dataclass
-class _Kept:
-    indices: optimistic_runner.KeptIndices
+@dataclass(slots=True)
+class _Kept(optimistic_runner.KeptIndices):
     places: torch.Tensor | None = None
     """Where the drafts are among the step's tokens."""
 

@@ -50,7 +50,7 @@ class SteadyBatch:
             input_ids=runner.input_ids.gpu,
         )
         self._drafts = self._ends = np.empty(0, np.int32)
-        self._starts = np.arange(len(runner.query_start_loc.np))
+        self._numbers = np.arange(1, len(runner.query_start_loc.np))
         self._more = dict[int, tuple[object, ...]]()
         """By tokens of a row, what else vLLM's function returned."""
         self.forget()
@@ -62,7 +62,7 @@ class SteadyBatch:
     def _begin(self, requests: int, each: int) -> None:
         self._requests, self._tokens = requests, each
         self._drafts = np.full(requests, each - 1, np.int32)
-        self._ends = self._starts[1 : requests + 1] * each
+        self._ends = self._numbers[:requests] * each
 
     def note(self, runner: CarryingRunner, scheduled: SchedulerOutput, tokens: Counts, made: Prepared) -> None:
         """Remember the step that vLLM has prepared, if each row has a token and the same number of drafts.
@@ -85,9 +85,10 @@ class SteadyBatch:
     def handed(
         self, runner: CarryingRunner, scheduled: SchedulerOutput, tokens: Counts
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """What the newest step left on the device for this one, or None if this one does not go on from it.
+        """What the newest step left on the device for this one's rows, or None if this one does not go on from it.
 
-        It goes on if it has the same rows, each with all the drafts that were made for it.
+        It goes on if each row was in the newest step, and verifies all the drafts that were made for it. If the rows
+        are not all that it had, in their places, the runner's buffers are made those of this step's rows.
 
         Args:
             runner: whose step it is.
@@ -97,32 +98,24 @@ class SteadyBatch:
         Returns:
             Counts of accepted tokens, newest tokens and drafts, as `kernels.advance_batch` takes them.
         """
-        requests, left = self._requests, _left_on_device(runner, self._tokens)
-        if requests != len(tokens) or left is None or not _all_verify(scheduled, tokens, requests, self._tokens):
+        requests, each = len(tokens), int(tokens[0])
+        left = _left_on_device(runner, each)
+        if left is None or each not in self._more or not _all_verify(scheduled, tokens, requests, each):
             return None
-        goes_on = (
-            rows_stay(runner.input_batch, requests)
-            and bool((runner.prev_num_draft_tokens.np[:requests] == self._tokens - 1).all())
+        stay = (
+            (requests, each) == (self._requests, self._tokens)
+            and rows_stay(runner.input_batch, requests)
+            and bool((runner.prev_num_draft_tokens.np[:requests] == each - 1).all())
             and min(map(len, left)) >= requests
         )
-        return left if goes_on else None
+        return left if stay else self.gathered(runner, left, requests, each)
 
     def gathered(
-        self, runner: CarryingRunner, scheduled: SchedulerOutput, tokens: Counts
+        self, runner: CarryingRunner, left: tuple[torch.Tensor, ...], requests: int, each: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """What `handed` returns, for a step of which each row was in the newest one, in any place.
-
-        Arguments are those of `handed`. Where it is not None, the runner's buffers are those of this step's rows.
-        """
-        requests, each, batch = len(tokens), int(tokens[0]), runner.input_batch
-        left = _left_on_device(runner, each)
-        if (
-            left is None
-            or each not in self._more
-            or not batch.prev_req_id_to_index
-            or not _all_verify(scheduled, tokens, requests, each)
-            or runner.model_config.is_hybrid  # up to 0.23 the host moves its counts
-        ):
+        """What `handed` returns where rows of `left` ended, moved or had a prompt: `left`, by this step's rows."""
+        batch = runner.input_batch
+        if not batch.prev_req_id_to_index or runner.model_config.is_hybrid:  # up to 0.23 the host moves its counts
             return None
         names = batch.req_ids[:requests]
         rows = np.array([batch.prev_req_id_to_index.get(name, -1) for name in names])
@@ -149,8 +142,8 @@ class SteadyBatch:
 
     def _take_rows(self, runner: CarryingRunner, rows: npt.NDArray[np.int_]) -> None:
         """Write what depends on the number of rows and on their places: (requests,) rows of the newest step."""
-        requests, total = self._requests, self._requests * self._tokens
-        runner.query_start_loc.np[:] = np.minimum(self._starts * self._tokens, total)
+        requests, starts = self._requests, runner.query_start_loc.np
+        starts[0], starts[1 : requests + 1], starts[requests + 1 :] = 0, self._ends, self._ends[-1]
         runner.optimistic_seq_lens_cpu[requests:].fill_(0)
         runner.discard_request_mask.np[:requests] = False
         runner.num_accepted_tokens.np.fill(1)
@@ -163,7 +156,7 @@ class SteadyBatch:
     def prepare(
         self, runner: CarryingRunner, counts: torch.Tensor, sampled: torch.Tensor, drafts: torch.Tensor
     ) -> Prepared:
-        """Prepare a step from what `handed` or `gathered` returned; returns what vLLM's function does."""
+        """Prepare a step from what `handed` returned; returns what vLLM's function does."""
         batch, requests, total = runner.input_batch, self._requests, self._requests * self._tokens
         batch.block_table.commit_block_table(requests)
         torch.add(
@@ -239,8 +232,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         self: CarryingRunner, scheduler_output: SchedulerOutput, num_scheduled_tokens: Counts
     ) -> Prepared:
         batch = of(self)
-        handed = batch.handed(self, scheduler_output, num_scheduled_tokens)
-        if handed := handed or batch.gathered(self, scheduler_output, num_scheduled_tokens):
+        if handed := batch.handed(self, scheduler_output, num_scheduled_tokens):
             return batch.prepare(self, *handed)
         made: Prepared = prepare(self, scheduler_output, num_scheduled_tokens)
         batch.note(self, scheduler_output, num_scheduled_tokens, made)
