@@ -23,17 +23,13 @@ def load_and_rank(audit: str) -> tuple[str, int]:
 
 def digest(report: Report) -> dict[str, Any]:
     """The values of an audit for a row of a table. The whole report is twenty times as long."""
-    gpu, cost = report.gpu, report.overhead
     critical = [cause for cause in report.causes if cause.place is Place.CRITICAL]
     return {
-        "host_idle": gpu and gpu.host_idle,
+        "host_idle": report.gpu and report.gpu.host_idle,
         "plain_idle": report.plain_idle,
-        "launch_gaps": gpu and gpu.launch_gaps,
-        "busy": gpu and gpu.busy,
         "critical": [report.waits(Place.CRITICAL), report.waiting_ms(Place.CRITICAL)],
         "sites": [[_short(str(cause.site)), cause.kind.value, cause.per_step] for cause in critical],
         "overlapped": [report.waits(Place.OVERLAPPED), report.waiting_ms(Place.OVERLAPPED)],
-        "recording": cost and [cost.device_ratio, cost.ratio],
     }
 
 
