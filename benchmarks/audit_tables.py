@@ -68,7 +68,10 @@ def _phases(audit: dict[str, Any]) -> Iterator[str]:
     yield f"{audit['critical'][0]:.2f}"
     yield f"{sum(per_step for _, per_step, _ in audit['pageable']):.1f}"
     yield _idle(audit)
-    yield from (f"{audit['phases'].get(phase, 0):.2f}" for phase in _PHASES)
+    stalls = audit.get("stalls", {})  # older results do not say
+    for phase in _PHASES:
+        stall = f" ({stalls[phase]:.0f} in one step)" if phase in stalls else ""
+        yield f"{audit['phases'].get(phase, 0):.2f}{stall}"
 
 
 def _waits(audit: _Audit) -> Iterator[str]:

@@ -36,14 +36,20 @@ def digest(report: Report) -> dict[str, Any]:
 def host_time(report: Report) -> dict[str, Any]:
     """Milliseconds of a step without recording, and what takes the time of the thread that launches the forward.
 
-    `phases` has the milliseconds a step by phase, waiting left out, and `pageable` the copies of memory that is not
-    pinned, wherever they wait: site, number a step, milliseconds a step. Both are while recorded.
+    `phases` has the milliseconds a step by phase, waiting left out; `stalls` the milliseconds of one step that has more
+    than half of all time in a phase; and `pageable` the copies of memory that is not pinned, wherever they wait: site,
+    number a step, milliseconds a step. All are while recorded.
     """
     cost, worker = report.overhead, [phase for phase in report.phases if phase.thread == _WORKER]
     pageable = [cause for cause in report.causes if cause.kind is WaitKind.PAGEABLE]
     return {
         "step_ms": cost and cost.plain_ms.median,
         "phases": {each.phase.value: each.ms_per_step - each.waiting_ms_per_step for each in worker},
+        "stalls": {
+            each.phase.value: each.longest_step_ms
+            for each in worker
+            if each.longest_step_ms > each.ms_per_step * report.steps / 2
+        },
         "waiting_ms": sum(each.waiting_ms_per_step for each in worker),
         "pageable": [[_short(str(cause.site)), cause.per_step, cause.ms_per_step] for cause in pageable],
     }

@@ -217,6 +217,18 @@ def test_a_phase_is_its_own_time_without_what_is_inside_it(recording, tmp_path):
     }
 
 
+def test_the_longest_step_of_a_phase_is_told_from_its_mean(recording, tmp_path):
+    """Steps are one millisecond each; what goes on into the next step counts there."""
+    recording.span("input preparation", "Runner._prepare_inputs", 100, 200)
+    recording.span("input preparation", "Runner._prepare_inputs", 700, 1050)
+    recording.span("output", "Output.get_output", 900, 1900, thread=OTHER)
+    found = analysed(recording, tmp_path)
+    assert [(p.phase, p.ms_per_step, p.longest_step_ms) for p in found.phases] == [
+        (Phase.INPUTS, pytest.approx(0.225), pytest.approx(0.4)),
+        (Phase.OUTPUT, pytest.approx(0.5), pytest.approx(0.9)),
+    ]
+
+
 def test_what_is_outside_the_counted_steps_is_left_out(recording, tmp_path):
     recording.runtime("cudaEventSynchronize", -80, 50)
     recording.call("event", -81, -29, line=35)

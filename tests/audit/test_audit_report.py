@@ -89,6 +89,18 @@ def test_a_report_of_before_there_were_sentences_can_be_read():
     assert "sentence" not in [attributes.get("class") for _, attributes in Page(render_html(old)).elements]
 
 
+def test_the_longest_step_of_each_phase_is_shown_where_a_report_has_it():
+    new = audit_reports.waiting()
+    data = json.loads(json.dumps(new.to_dict()))
+    for phase in data["phases"]:
+        del phase["longest_step_ms"]
+    old = Report.from_dict(data)
+    assert re.search(r"metadata building +worker +3\.92 +3\.16 +61\.40\n", printed(new))
+    assert re.search(r"metadata building +worker +3\.92 +3\.16\n", printed(old))
+    assert "longest step, ms" in Page(render_html(new)).text
+    assert "longest step, ms" not in Page(render_html(old)).text
+
+
 def recorded_at(step_ms: float) -> Report:
     """A report whose steps take a millisecond, and this long with CUPTI's records."""
     cost = Overhead(*(Spread(40, ms, ms, ms) for ms in (1.0, step_ms, 2.0)))

@@ -23,11 +23,12 @@ def report() -> Report:
     return Report(
         **made
         | {
+            "steps": 32,
             "overhead": Overhead(spread, spread, dataclasses.replace(spread, median=3.0)),
             "causes": (cause(WaitKind.PAGEABLE, 2.0, 0.1), cause(WaitKind.EVENT, 1.0, 0.4)),
             "phases": (
-                PhaseTime(Phase.INPUTS, "worker", 1.5, 0.5),
-                PhaseTime(Phase.LAUNCH, "worker", 0.25, 0.0),
+                PhaseTime(Phase.INPUTS, "worker", 1.5, 0.5, 24.0),
+                PhaseTime(Phase.LAUNCH, "worker", 0.25, 0.0, 4.1),
                 PhaseTime(Phase.OUTPUT, "output thread", 9.0, 0.0),
             ),
         }
@@ -38,6 +39,7 @@ def test_a_digest_has_the_launching_threads_time_without_its_waits():
     assert host_time(report()) == {
         "step_ms": 2.0,
         "phases": {"input preparation": 1.0, "launch": 0.25},
+        "stalls": {"launch": 4.1},  # of 8 ms; the other has 24 of 48, which is not more than half
         "waiting_ms": 0.5,
         "pageable": [["worker/gpu_model_runner.py:7 in f", 2.0, 0.1]],
     }
@@ -45,7 +47,7 @@ def test_a_digest_has_the_launching_threads_time_without_its_waits():
 
 def test_a_cpu_has_no_times():
     on_a_cpu = dataclasses.replace(report(), overhead=None, phases=(), causes=())
-    assert host_time(on_a_cpu) == {"step_ms": None, "phases": {}, "waiting_ms": 0, "pageable": []}
+    assert host_time(on_a_cpu) == {"step_ms": None, "phases": {}, "stalls": {}, "waiting_ms": 0, "pageable": []}
 
 
 def audit(step_ms: float | None, *sites: list[Any]) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def test_the_table_has_a_row_for_each_audit_on_a_gpu_by_release_and_load(tmp_pat
     ]
     assert dict(zip(head, rows[0], strict=True)) | {
         "input preparation": "1.00",
-        "launch": "0.25",
+        "launch": "0.25 (4 in one step)",
         "drafting": "0.00",
         "critical waits": "1.00",
         "pageable copies": "2.0",

@@ -95,10 +95,11 @@ def _causes(recorded: Recorded) -> tuple[tuple[Cause, ...], int]:
 
 
 def _phases(recorded: Recorded) -> tuple[PhaseTime, ...]:
-    total: Counter[tuple[int, Phase]] = Counter()
+    in_step: defaultdict[tuple[int, Phase], Counter[int]] = defaultdict(Counter)
     waiting: Counter[tuple[int, Phase]] = Counter()
     for own in own_times(recorded):
-        total[own.span.thread, own.span.phase] += own.within(recorded.start, recorded.end)
+        for step, took in own.by_step(recorded.steps):
+            in_step[own.span.thread, own.span.phase][step] += took
     inside = Innermost(recorded)
     for wait in recorded.waits:
         span = inside(wait.thread, wait.start)
@@ -109,9 +110,9 @@ def _phases(recorded: Recorded) -> tuple[PhaseTime, ...]:
         PhaseTime(
             phase,
             recorded.name_of(thread),
-            ms(total[thread, phase]) / recorded.count,
+            ms(in_step[thread, phase].total()) / recorded.count,
             ms(waiting[thread, phase]) / recorded.count,
+            ms(max(in_step[thread, phase].values())),
         )
-        for thread, phase in sorted(total, key=lambda key: (key[0] != recorded.main, order.index(key[1])))
-        if total[thread, phase]
+        for thread, phase in sorted(in_step, key=lambda key: (key[0] != recorded.main, order.index(key[1])))
     )

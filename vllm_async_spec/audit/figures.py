@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -117,6 +117,13 @@ def paired_phases(before: Report | None, after: Report) -> tuple[Pair[PhaseTime]
     left = {(time.thread, time.phase): time for time in before.phases} if before else {}
     pairs = [Pair(left.pop((time.thread, time.phase), None), time) for time in after.phases]
     return (*pairs, *(Pair(time, None) for time in left.values()))
+
+
+def phase_fields(pairs: Sequence[Pair[PhaseTime]]) -> tuple[str, ...]:
+    """The figures of `PhaseTime` that a table shows: the longest step only where a report has it."""
+    shown = ("ms_per_step", "waiting_ms_per_step")
+    longest = any(time and time.longest_step_ms for pair in pairs for time in (pair.before, pair.after))
+    return (*shown, "longest_step_ms") if longest else shown
 
 
 def facts(report: Report) -> dict[str, str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,18 @@ class Own:
     def within(self, start: int, end: int) -> int:
         """Nanoseconds of the stretches between two moments."""
         return sum(max(min(b, end) - max(a, start), 0) for a, b in self.stretches)
+
+    def by_step(self, steps: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Indices of the steps that the stretches are in, and nanoseconds in each.
+
+        Args:
+            steps: when each step starts, and when the last ends.
+        """
+        for begin, end in self.stretches:
+            for step in range(max(bisect.bisect_right(steps, begin) - 1, 0), len(steps) - 1):
+                if steps[step] >= end:
+                    break
+                yield step, min(end, steps[step + 1]) - max(begin, steps[step])
 
 
 def own_times(recorded: Recorded) -> list[Own]:

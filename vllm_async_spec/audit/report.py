@@ -125,6 +125,9 @@ class PhaseTime:
     ms_per_step: float
     waiting_ms_per_step: float
     """The part of `ms_per_step` that was spent waiting for the device."""
+    longest_step_ms: float = 0.0
+    """Milliseconds in the step that has most of it; far above `ms_per_step`, one stall makes the mean. 0 in older
+    reports."""
 
 
 @dataclass(frozen=True, slots=True)

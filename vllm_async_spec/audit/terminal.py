@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -27,6 +28,7 @@ from vllm_async_spec.audit.figures import (
     number,
     paired_causes,
     paired_phases,
+    phase_fields,
     ratio,
 )
 from vllm_async_spec.audit.report import Cause, DeviceTime, Place, Report
@@ -36,6 +38,8 @@ T = TypeVar("T")
 _WIDE = 110
 """Terminal width from which on waits are a table; below, a list."""
 
+_PHASE_FIELDS = {"ms_per_step": "ms", "waiting_ms_per_step": "waiting", "longest_step_ms": "longest"}
+"""Heads of the columns of phases."""
 _PLACE_STYLE = {Place.CRITICAL: "bold red", Place.OVERLAPPED: "yellow", Place.HIDDEN: "dim"}
 
 
@@ -166,12 +170,14 @@ def _gaps(gpu: DeviceTime) -> RenderableType:
 
 
 def _phases(report: Report, before: Report | None) -> RenderableType:
-    names = ("ms", "waiting") if before is None else ("ms\nbefore", "ms\nafter", "waiting\nbefore", "waiting\nafter")
-    table = _table("Host time, ms a step", "phase", "thread", *names, right=names)
-    for pair in paired_phases(before, report):
+    pairs = paired_phases(before, report)
+    fields = phase_fields(pairs)
+    reports = ("",) if before is None else ("\nbefore", "\nafter")
+    names = [f"{_PHASE_FIELDS[field]}{when}" for field in fields for when in reports]
+    table = _table("Host time, ms a step", "phase", "thread", *names, right=tuple(names))
+    for pair in pairs:
         shown = pair.all(compared=before is not None)
-        columns = [_each([time], lambda time: time.ms_per_step) for time in shown]
-        columns += [_each([time], lambda time: time.waiting_ms_per_step) for time in shown]
+        columns = [_each([time], operator.attrgetter(field)) for field in fields for time in shown]
         table.add_row(pair.either.phase.value, pair.either.thread, *columns)
     return table
 
