@@ -75,9 +75,10 @@ class Runner:
                 if "error" in turn and time.monotonic() >= self._until:  # it would not have failed with more time
                     self._report(f"turns left: {len(missing) - done}; run the same command again for them")
                     return False
-                longest = max(longest, time.monotonic() - start)
+                took = time.monotonic() - start
+                longest = max(longest, took)
                 self._result.add(turn, self._command)
-                self._report(f"{done + 1}/{len(missing)} {arm.name}: {_in_short(turn)}")
+                self._report(f"{done + 1}/{len(missing)} {arm.name}: {_in_short(turn, took)}")
         return not without
 
     def missing(self, *, only: str = "", retry: bool = False) -> list[tuple[int, Arm]]:
@@ -121,7 +122,6 @@ class Runner:
         return release in self._envs or release == installed_vllm()
 
     def _turn(self, number: int, arm: Arm, engine: Engines) -> Turn:
-        start = time.monotonic()
         turn: Turn = {"pass": number, "arm": arm.name}
         try:
             with engine(arm) as process:
@@ -139,7 +139,7 @@ class Runner:
                     }
         except ChildError as error:
             turn["error"] = str(error)
-        return turn | {"seconds": round(time.monotonic() - start, 1)}
+        return turn
 
     @contextlib.contextmanager
     def _children(self, arms: Sequence[Arm]) -> Iterator[Engines]:
@@ -187,11 +187,11 @@ class Runner:
         )
 
 
-def _in_short(turn: dict[str, Any]) -> str:
+def _in_short(turn: dict[str, Any], seconds: float) -> str:
     if "error" in turn:
         return str(turn["error"])
     speeds = (
         f"{name} {load['step_ms']:.2f} ms, {load['tokens_per_second']:.0f} tokens/s"
         for name, load in turn["loads"].items()
     )
-    return "; ".join(speeds) + f" ({turn['seconds']:.0f} s)"
+    return "; ".join(speeds) + f" ({seconds:.0f} s)"
