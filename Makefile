@@ -15,7 +15,9 @@ RELEASES ?= 0.12.0 0.13.0 0.18.1 0.22.1 0.24.0 0.26.0 0.28.0 0.32.0 0.33.0
 COMPAT ?= 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
 # Tests run in as many processes. Not on a GPU, whose memory an engine takes whole.
 WORKERS ?= $(if $(shell command -v nvidia-smi),0,2)
-SOAK_RUNNER = $(PYTHON) -m benchmarks soak 0.26.0-V1-CPU_ATTN --cache $(CACHE)/benchmarks --env 0.26.0=$(CACHE)/engine-0.26.0/env.sh
+ON_RUNNER = --cache $(CACHE)/benchmarks --env 0.26.0=$(CACHE)/engine-0.26.0/env.sh
+SOAK_RUNNER = $(PYTHON) -m benchmarks soak 0.26.0-V1-CPU_ATTN $(ON_RUNNER)
+FEATURES_RUNNER = $(PYTHON) -m benchmarks features --cpu --release 0.26.0 $(ON_RUNNER)
 FLASHINFER := 0.6.8.post1 0.6.14 0.7.0.post1 0.7.2.post1
 NVCC := $(addsuffix ==13.*,nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl)
 
@@ -83,12 +85,14 @@ test-upstream: $(VENV)/.ready  ## vLLM's own tests that need no GPU, with the pl
 	test -d $(CACHE)/upstream/packages || $(UV) $(FIND_LINKS) --no-deps --target $(CACHE)/upstream/packages tblib==3.2.2 pytest-asyncio==1.5.0
 	$(PYTHON) tests/upstream --cache $(CACHE)/upstream $(UPSTREAM)
 
-test-runner: $(VENV)/.ready  ## the V1 runner of vLLM 0.26.0 in an engine on a CPU, as the plugin changes it on a GPU; fetched once, 6 GB
+test-runner: $(VENV)/.ready  ## the V1 runner of vLLM 0.26.0 in an engine on a CPU, as the plugin changes it on a GPU; 11 minutes, fetched once, 6 GB
 	test -e $(CACHE)/engine-0.26.0/env.sh || ./tests/older_engine.sh $(BIN)/uv 0.26.0 2.11.0 $(CACHE)/engine-0.26.0
 	$(SOAK_RUNNER) --seconds 60
 	@for control in carried moved; do \
 		echo "$$control must be noticed"; $(SOAK_RUNNER) --seconds 5 --control $$control | grep --max-count=3 'differs from token' || exit 1; \
 	done
+	$(FEATURES_RUNNER) eagle draft_model penalties logprobs preemption structured-output min-tokens
+	@echo "moved must be noticed"; $(FEATURES_RUNNER) eagle --control moved | grep 'requests differ'
 
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

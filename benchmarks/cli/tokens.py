@@ -15,7 +15,7 @@ from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environ
 from benchmarks.cli.waits import check_gpu, run_waits
 from benchmarks.features.cases import FEATURES, FeatureError, find_feature
 from benchmarks.features.run import Place, in_short, run_features
-from benchmarks.soak.controls import BREAKS, BREAKS_ANY, FEATURE_CONTROLS, RUNNER_RELEASES, SOAK_CONTROLS, can_show
+from benchmarks.soak.controls import BREAKS, BREAKS_ANY, FEATURE_CONTROLS, ON_CPU, SOAK_CONTROLS, can_show
 from benchmarks.soak.run import SoakError, run_soak
 from benchmarks.soak.soaks import SOAKS, Soak, find_soak
 from benchmarks.waits.cases import CASES
@@ -189,9 +189,10 @@ def _compare_tokens(
     out: Path | None,
     cache: Path,
 ) -> None:
-    _check_control(control, FEATURE_CONTROLS, plugin)
-    if control and (cpu or release not in RUNNER_RELEASES):
-        fail(f"--control {control} breaks {BREAKS[control]}; give --release {RUNNER_RELEASES[-1]}, and not --cpu")
+    _check_control(control, [*FEATURE_CONTROLS], plugin)
+    if control and (release not in FEATURE_CONTROLS[control] or (cpu and control not in ON_CPU)):
+        unless = "" if control in ON_CPU else ", and not --cpu"
+        fail(f"--control {control} breaks {BREAKS[control]}; give --release {FEATURE_CONTROLS[control][-1]}{unless}")
     envs = find_environments(env, release or None)
     with failing(FeatureError):
         chosen = [find_feature(name) for name in names or FEATURES]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import child
+from benchmarks import child, runner_on_cpu
 from benchmarks.arms import Arm, Plugin
 from benchmarks.child import ChildError
 from benchmarks.features.cases import LOAD, STOCK_AGAIN, Feature
@@ -105,8 +105,13 @@ def arm_of(feature: Feature, place: Place, plugin: Plugin) -> Arm:
         method=feature.method,
         acceptance=ATTENTIVE,
         engine=(_CPU if place.cpu else _GPU) | engine,
-        environment=CPU_ENVIRONMENT if place.cpu else {},
+        environment=_environment(plugin) if place.cpu else {},
     )
+
+
+def _environment(plugin: Plugin) -> Mapping[str, str]:
+    """Environment of an engine on a CPU: with the plugin on, the V1 runner is changed as on a GPU."""
+    return CPU_ENVIRONMENT | runner_on_cpu.ENVIRONMENT if plugin is Plugin.ON else CPU_ENVIRONMENT
 
 
 def _run_arm(

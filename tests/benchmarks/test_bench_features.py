@@ -12,6 +12,7 @@ import torch
 from bench_command import bench
 from feature_answers import FACTS, GPU, good, judged, noted, plain, planted, seen
 
+from benchmarks import runner_on_cpu
 from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Plugin
 from benchmarks.child import ChildError
@@ -189,6 +190,16 @@ def test_asynchronous_scheduling_is_asked_for_where_vllm_has_it(tmp_path: Path):
     place = Place("0.18.1", None, tmp_path)
     asked = {name for name, each in FEATURES.items() if arm_of(each, place, Plugin.ON).engine.get("async_scheduling")}
     assert FEATURES.keys() - asked == {"ngram"}
+
+
+def test_on_a_cpu_the_plugin_alone_changes_the_runner_as_on_a_gpu(tmp_path: Path):
+    on, off, stock = (
+        arm_of(FEATURES["eagle"], Place("0.26.0", None, tmp_path, cpu=True), plugin).environment
+        for plugin in (Plugin.ON, Plugin.NOOP, Plugin.STOCK)
+    )
+    assert on == off | runner_on_cpu.ENVIRONMENT
+    assert off == stock
+    assert not off.keys() & runner_on_cpu.ENVIRONMENT.keys()
 
 
 def test_the_adapter_is_as_wide_as_the_model(tmp_path: Path):

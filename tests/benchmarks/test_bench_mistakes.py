@@ -46,10 +46,19 @@ from bench_command import bench
             "the cases need a GPU, and this machine has none; run them where there is one, or give --cpu\n",
         ),
         (["features", "no-such"], "there is no feature 'no-such'; there are eagle, eagle3, "),
-        (["features", "eagle", "--control", "luck"], "--control is 'luck'; it must be one of positions, exact"),
+        (["features", "eagle", "--control", "luck"], "--control is 'luck'; it must be one of positions, exact, "),
         (
             ["features", "eagle", "--control", "exact", "--cpu"],
-            "--control exact breaks the runner of 0.14.0 to 0.18.1 on",
+            "--control exact breaks the runner of 0.14.0 to 0.18.1 on a GPU; give --release 0.18.1, and not --cpu\n",
+        ),
+        (
+            ["features", "eagle", "--control", "positions", "--cpu", "--release", "0.18.1"],
+            "--control positions breaks the runner of 0.14.0 to 0.18.1 on a GPU; give --release 0.18.1, and not --cpu",
+        ),
+        (
+            ["features", "eagle", "--control", "moved", "--cpu", "--release", "0.18.1"],
+            "--control moved breaks rows that the V1 runner of 0.19.0 to 0.29.0 gathers from their old places; give "
+            "--release 0.29.0\n",
         ),
         (
             ["features", "eagle", "--control", "exact", "--release", "0.18.1", "--plugin", "stock"],
