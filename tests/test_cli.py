@@ -20,7 +20,7 @@ from vllm_async_spec.cli.common import progress_on_stderr
 from vllm_async_spec.cli.demo import _default_cache
 from vllm_async_spec.vllm_plugin.server_status import ServerStatus
 
-CLI = "from vllm_async_spec.cli import main; main()"
+CLI = "from vllm_async_spec.command import main; main()"
 # A vLLM that no ledger entry knows.
 CHANGED_RELEASE = f"""
 import sys, vllm, vllm.v1.attention.backend as backend
@@ -255,3 +255,9 @@ def test_an_audit_that_can_not_be_made_says_why_in_one_sentence(mistake, tmp_pat
     assert done.stderr.startswith("vllm-async-spec: ")
     assert message in done.stderr
     assert done.stderr.strip().count("\n") == 0
+
+
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path: Path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    done = status(CLI, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -307,6 +307,16 @@ def test_the_arguments_of_another_models_generation_are_not_ours():
     assert found == [{"streamer": streamer}, {}]
 
 
+def test_a_generate_in_the_place_of_transformers_own_loses_no_argument(monkeypatch: pytest.MonkeyPatch):
+    """Without `functools.wraps`, nothing but the frames tells what it calls."""
+    own = transformers.GenerationMixin.generate
+    instead = lambda self, *args, **kwargs: own(self, *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", instead)
+    model, streamer = tiny_models.model("llama"), transformers.TextStreamer(tiny_models.tokenizer())
+    with pytest.raises(ValueError, match="transformers passes no streamer to a custom_generate function"):
+        model.generate(**tiny_models.prompts([3]), custom_generate=generation.generate, streamer=streamer)
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ def dropped_arguments(model: Any) -> DroppedArguments:
 
     Only the frame of `generate` holds these arguments: `generate` copies some names into the call of a
     `custom_generate` function, and no attribute, hook or signature tells the rest. Without the frame, a streamer would
-    silently receive no tokens. The frame is found by its code, so functions between it and this package don't matter.
+    silently receive no tokens. The frame is found by its code, so functions between it and this package don't matter,
+    nor does one that was put in the place of `generate` and calls it.
     """
-    code = inspect.unwrap(GenerationMixin.generate).__code__
+    instead = inspect.unwrap(GenerationMixin.generate).__code__
     frame = sys._getframe(1)
-    while frame.f_code is not code or frame.f_locals.get("self") is not model:
+    while not _is_generate(frame.f_code, instead) or frame.f_locals.get("self") is not model:
         if frame.f_back is None:
             return DroppedArguments()
         frame = frame.f_back
@@ -42,6 +44,11 @@ def dropped_arguments(model: Any) -> DroppedArguments:
     if not lost.setdefault("synced_gpus", _sets_synced_gpus(model)):
         lost.pop("synced_gpus")
     return DroppedArguments(lost, given.get("kwargs") or {})
+
+
+def _is_generate(code: CodeType, instead: CodeType) -> bool:
+    """Whether code is that of transformers' `generate`, or of what is in its place and may not call it."""
+    return code is instead or (code.co_name == "generate" and code.co_filename == utils.__file__)
 
 
 def _sets_synced_gpus(model: Any) -> bool:
