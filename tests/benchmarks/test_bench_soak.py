@@ -170,7 +170,7 @@ def test_each_control_is_one_of_the_engine_s_and_shows_somewhere():
     assert {*SOAK_CONTROLS, *FEATURE_CONTROLS} == CONTROLS.keys()
     shown = {control: {name for name in SOAKS if can_show(control, SOAKS[name].subject)} for control in SOAK_CONTROLS}
     flashinfer = {name for name in SOAKS if "FLASHINFER" in name}
-    assert len(flashinfer) == 11
+    assert len(flashinfer) == 12
     on_the_device = {name for name in SOAKS if name.startswith(("0.24.0-V1", "0.26.0-V1"))}
     assert shown == {
         "lengths": flashinfer,
