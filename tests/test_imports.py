@@ -34,6 +34,7 @@ LAYERS = [
     {"compat", "generation", "vllm_plugin"},
     {"demo"},
     {"cli"},
+    {"command"},
 ]
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 VLLM_PARTS = {"vllm_plugin", "audit", "compat", "demo"}
