@@ -15,9 +15,9 @@ RELEASES ?= 0.12.0 0.13.0 0.18.1 0.22.1 0.24.0 0.26.0 0.28.0 0.32.0 0.33.0
 COMPAT ?= 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
 # Tests run in as many processes. Not on a GPU, whose memory an engine takes whole.
 WORKERS ?= $(if $(shell command -v nvidia-smi),0,2)
-ON_RUNNER = --cache $(CACHE)/benchmarks --env 0.26.0=$(CACHE)/engine-0.26.0/env.sh
-SOAK_RUNNER = $(PYTHON) -m benchmarks soak 0.26.0-V1-CPU_ATTN $(ON_RUNNER)
-FEATURES_RUNNER = $(PYTHON) -m benchmarks features --cpu --release 0.26.0 $(ON_RUNNER)
+RUNNER_ENGINE = --cache $(CACHE)/benchmarks --env 0.26.0=$(CACHE)/engine-0.26.0/env.sh
+SOAK_RUNNER = $(PYTHON) -m benchmarks soak 0.26.0-V1-CPU_ATTN $(RUNNER_ENGINE)
+FEATURES_RUNNER = $(PYTHON) -m benchmarks features --cpu --release 0.26.0 $(RUNNER_ENGINE)
 FLASHINFER := 0.6.8.post1 0.6.14 0.7.0.post1 0.7.2.post1
 NVCC := $(addsuffix ==13.*,nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl)
 

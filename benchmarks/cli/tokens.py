@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environ
 from benchmarks.cli.waits import check_gpu, run_waits
 from benchmarks.features.cases import FEATURES, FeatureError, find_feature
 from benchmarks.features.run import Place, in_short, run_features
-from benchmarks.soak.controls import BREAKS, BREAKS_ANY, FEATURE_CONTROLS, ON_CPU, SOAK_CONTROLS, can_show
+from benchmarks.soak.controls import BREAKS, BREAKS_ANY, CPU_CONTROLS, FEATURE_CONTROLS, SOAK_CONTROLS, can_show
 from benchmarks.soak.run import SoakError, run_soak
 from benchmarks.soak.soaks import SOAKS, Soak, find_soak
 from benchmarks.waits.cases import CASES
@@ -189,9 +189,9 @@ def _compare_tokens(
     out: Path | None,
     cache: Path,
 ) -> None:
-    _check_control(control, [*FEATURE_CONTROLS], plugin)
-    if control and (release not in FEATURE_CONTROLS[control] or (cpu and control not in ON_CPU)):
-        unless = "" if control in ON_CPU else ", and not --cpu"
+    _check_control(control, FEATURE_CONTROLS, plugin)
+    if control and (release not in FEATURE_CONTROLS[control] or (cpu and control not in CPU_CONTROLS)):
+        unless = "" if control in CPU_CONTROLS else ", and not --cpu"
         fail(f"--control {control} breaks {BREAKS[control]}; give --release {FEATURE_CONTROLS[control][-1]}{unless}")
     envs = find_environments(env, release or None)
     with failing(FeatureError):
@@ -211,7 +211,7 @@ def _compare_tokens(
     raise typer.Exit(0 if right else 1)
 
 
-def _check_control(control: str, known: Sequence[str], plugin: Plugin) -> None:
+def _check_control(control: str, known: Collection[str], plugin: Plugin) -> None:
     if control not in ("", *known):
         fail(f"--control is {control!r}; it must be one of {', '.join(known)}")
     if control in BREAKS and plugin is not Plugin.ON:

@@ -105,11 +105,11 @@ def arm_of(feature: Feature, place: Place, plugin: Plugin) -> Arm:
         method=feature.method,
         acceptance=ATTENTIVE,
         engine=(_CPU if place.cpu else _GPU) | engine,
-        environment=_environment(plugin) if place.cpu else {},
+        environment=_cpu_environment(plugin) if place.cpu else {},
     )
 
 
-def _environment(plugin: Plugin) -> Mapping[str, str]:
+def _cpu_environment(plugin: Plugin) -> Mapping[str, str]:
     """Environment of an engine on a CPU: with the plugin on, the V1 runner is changed as on a GPU."""
     return CPU_ENVIRONMENT | runner_on_cpu.ENVIRONMENT if plugin is Plugin.ON else CPU_ENVIRONMENT
 

@@ -30,8 +30,8 @@ BREAKS_ANY = {
 }
 """What controls break that break any engine, stock too."""
 FEATURE_CONTROLS = {"positions": RUNNER_RELEASES, "exact": RUNNER_RELEASES, "carried": _CARRIED, "moved": _CARRIED}
-"""Those of cases of features, and in which releases they break anything."""
-ON_CPU = ("carried", "moved")
+"""Those of cases of features, and in which releases' V1 runner they break anything."""
+CPU_CONTROLS = ("carried", "moved")
 """Those of `FEATURE_CONTROLS` that break an engine on a CPU too, which `runner_on_cpu` changes as on a GPU."""
 SOAK_CONTROLS = ("lengths", "fence", "short", LAST_RANK, STATES, "positions", "carried", "moved", "kept")
 """Without `exact`: a soak's requests are plain greedy, so none needs exact counts."""
@@ -47,8 +47,6 @@ def can_show(control: str, subject: Arm) -> bool:
         return find_shape(subject.shape).has_linear_attention
     if control == "kept":
         return find_shape(subject.shape).has_linear_attention and subject.runner != "V2"
-    if control == "positions":
-        return subject.release in RUNNER_RELEASES
-    if control in ON_CPU:
-        return subject.runner == "V1" and subject.release in _CARRIED
+    if control in FEATURE_CONTROLS:
+        return subject.runner == "V1" and subject.release in FEATURE_CONTROLS[control]
     return bool(subject.engine.get("attention_config", {}).get("backend") == "FLASHINFER")

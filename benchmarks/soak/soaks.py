@@ -18,7 +18,7 @@ from benchmarks.shapes import Method, Shape, find_shape
 
 _SINKS = {"gpt-oss"}
 """Shapes whose attention has sinks, which FlashAttention takes in bfloat16 only."""
-_RUNNERS = (("0.18.1", "V1"), ("0.26.0", "V1"), ("0.26.0", "V2"), ("0.32.0", "V2"))
+_RUNNERS = (("0.18.1", "V1"), ("0.26.0", "V1"), ("0.26.0", "V2"), ("0.32.0", "V2"), ("0.33.0", "V2"))
 _NATIVE = {"use_trtllm_attention": False}
 """FlashInfer's wrappers alone, without TRT-LLM's kernels."""
 _E5M2 = {"disable_flashinfer_q_quantization": True}
@@ -172,7 +172,6 @@ SOAKS: dict[str, Soak] = {
         *(_soak("0.32.0", runner, "FLASHINFER", "native") for runner in ("V1", "V2")),
         *(_soak("0.32.0", "V2", "FLASHINFER", each) for each in ("fa2", "e5m2")),
         *(_soak(*each, "FLASH_ATTN") for each in _RUNNERS),
-        *(_soak("0.33.0", "V2", backend) for backend in ("FLASHINFER", "FLASH_ATTN")),
         _soak("0.18.1", "V1", "FLASH_ATTN", shape="8b"),
         _soak("0.24.0", "V1", "FLASH_ATTN"),
         *(_soak(release, "V1", "FLASH_ATTN", "wide") for release in ("0.24.0", "0.26.0")),

@@ -122,7 +122,7 @@ def paired_phases(before: Report | None, after: Report) -> tuple[Pair[PhaseTime]
 def phase_fields(pairs: Sequence[Pair[PhaseTime]]) -> tuple[str, ...]:
     """The figures of `PhaseTime` that a table shows: the longest step only where a report has it."""
     shown = ("ms_per_step", "waiting_ms_per_step")
-    longest = any(time and time.longest_step_ms for pair in pairs for time in (pair.before, pair.after))
+    longest = any(time and time.longest_step_ms for pair in pairs for time in pair.all(compared=True))
     return (*shown, "longest_step_ms") if longest else shown
 
 

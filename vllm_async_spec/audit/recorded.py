@@ -130,7 +130,7 @@ class Own:
 
     def within(self, start: int, end: int) -> int:
         """Nanoseconds of the stretches between two moments."""
-        return sum(max(min(b, end) - max(a, start), 0) for a, b in self.stretches)
+        return sum(took for _, took in self.by_step((start, end)))
 
     def by_step(self, steps: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Indices of the steps that the stretches are in, and nanoseconds in each.

@@ -173,8 +173,8 @@ def _phases(report: Report, before: Report | None) -> RenderableType:
     pairs = paired_phases(before, report)
     fields = phase_fields(pairs)
     reports = ("",) if before is None else ("\nbefore", "\nafter")
-    names = [f"{_PHASE_FIELDS[field]}{when}" for field in fields for when in reports]
-    table = _table("Host time, ms a step", "phase", "thread", *names, right=tuple(names))
+    names = tuple(f"{_PHASE_FIELDS[field]}{when}" for field in fields for when in reports)
+    table = _table("Host time, ms a step", "phase", "thread", *names, right=names)
     for pair in pairs:
         shown = pair.all(compared=before is not None)
         columns = [_each([time], operator.attrgetter(field)) for field in fields for time in shown]
