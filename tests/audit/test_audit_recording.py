@@ -1,14 +1,18 @@
 """Recording: what is hooked in, what is put back, and that a failure stays the audit's own."""
 
 import contextlib
+import gc
 import json
 import threading
 import time
 import types
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity
 
 from vllm_async_spec import json_child
 from vllm_async_spec.audit import spans as spans_module
@@ -66,6 +70,19 @@ def test_a_watched_function_that_raises_raises_and_is_noted():
     assert [span.name for span in watch.spans] == ["Runner.fails"]
 
 
+def test_a_garbage_collection_is_time_of_its_own_and_not_of_the_function_around_it():
+    watch, callbacks = Watch(), list(gc.callbacks)
+    watch.watch(gc_owner := types.SimpleNamespace(collects=lambda: gc.collect()), "collects", Phase.INPUTS)
+    watch.watch_collections()
+    gc_owner.collects()
+    watch.stop()
+    gc.collect()  # after the recording
+    assert gc.callbacks == callbacks
+    around = next(span for span in watch.spans if span.phase is Phase.INPUTS)
+    collected = [span for span in watch.spans if span.phase is Phase.COLLECTION and span.start >= around.start]
+    assert [(span.thread, span.end <= around.end) for span in collected] == [(threading.get_ident(), True)]
+
+
 def watch_runner(watch: Watch, cpu: CpuWaits | None) -> None:
     watch.watch(Runner, "step", Phase.OTHER, around=cpu.following if cpu else None)
 
@@ -104,6 +121,22 @@ def test_plain_steps_hook_nothing_in(recorder, tmp_path):
     run(recorder, 2)
     assert vars(Runner)["step"] is before
     assert AuditedCpuEvent.waits is None
+
+
+def test_a_profile_is_written_without_an_object_of_python_for_each_event(recorder, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("vllm_async_spec.audit.recording.ProfilerActivity.CUDA", ProfilerActivity.CPU)
+    recorder.arm(Order(How.DEVICE, 0, 3, str(tmp_path)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            recorder.on_step()
+            torch.ones(2).add_(1)
+    assert recorder.failure is None
+    assert not [each for each in gc.get_objects() if type(each) is FunctionEvent]
+    trace = json.loads(Path(recorder.save("worker")["trace"]).read_text())
+    assert sum(event["name"] == "aten::add_" for event in trace["traceEvents"]) == 3
 
 
 def test_a_second_audit_is_refused_until_the_first_has_been_saved_or_cancelled(recorder, tmp_path):

@@ -11,6 +11,7 @@ import enum
 import json
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -130,11 +131,15 @@ class Recorder:
     def start_phases(self) -> None:
         """Watch functions from now on, in a process that has phases but no steps."""
         self._thread = threading.get_ident()
+        self._watch.watch_collections()
         self.watch_all(self._watch, None)
 
     def _start(self, how: How) -> None:
         if torch.cuda.is_available():
-            self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+            # The warning says that the next profile forgets this one's events. To keep them, PyTorch would make dozens
+            # of Python objects of each event, in the step that ends the recording: seconds, and later collections.
+            warnings.filterwarnings("ignore", r".*Profiler clears events at the end of each cycle")
+            self._profile = profile(activities=[ProfilerActivity.CUDA])
             self._profile.start()
             if how is How.DEVICE:
                 return
@@ -142,6 +147,7 @@ class Recorder:
             self._cuda.start()
         else:
             self._cpu = CpuWaits()
+        self._watch.watch_collections()
         self.watch_all(self._watch, self._cpu)
 
     def _stop(self) -> None:

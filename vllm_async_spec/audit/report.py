@@ -61,6 +61,8 @@ class Phase(str, enum.Enum):
     OUTPUT = "output"
     AGREEMENT = "agreement of engines"
     """With data parallelism, on the size of the batch; waiting for the other engines is in it."""
+    COLLECTION = "garbage collection"
+    """Python's, whatever the thread did when it began."""
     OTHER = "other"
     """Inside a step, in none of the phases above."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import threading
 import time
@@ -39,6 +40,7 @@ class Watch:
     _functions: list[tuple[Phase, str, str, int]] = field(default_factory=list)
     _changes: Transaction = field(default_factory=Transaction)
     _watched: set[tuple[int, str]] = field(default_factory=set)
+    _callbacks: list[Callable[[str, dict[str, int]], None]] = field(default_factory=list)
 
     def watch(self, owner: Any, name: str, phase: Phase, *, around: Around | None = None) -> bool:
         """Note calls of `owner.name` from now on, until `stop`, as time of `phase`; whether there is such a function.
@@ -76,6 +78,22 @@ class Watch:
 
         return noting
 
+    def watch_collections(self) -> None:
+        """Note Python's garbage collections from now on, until `stop`, as time of a phase of their own."""
+        note, now, thread = self._noted.append, time.time_ns, threading.get_ident
+        number, start = len(self._functions), 0
+        self._functions.append((Phase.COLLECTION, "gc.collect", "", 0))
+
+        def collecting(when: str, _: dict[str, int]) -> None:
+            nonlocal start
+            if when == "start":
+                start = now()
+            elif start:  # it began before the recording otherwise
+                note((thread(), number, start, now()))
+
+        self._callbacks.append(collecting)
+        gc.callbacks.append(collecting)
+
     @property
     def spans(self) -> list[Span]:
         """The calls that have ended."""
@@ -89,3 +107,5 @@ class Watch:
         """Put every function back."""
         self._changes.roll_back()
         self._watched.clear()
+        while self._callbacks:
+            gc.callbacks.remove(self._callbacks.pop())
