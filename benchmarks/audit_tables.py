@@ -1,6 +1,6 @@
 """What the audits in the results of plans say: the host time of a step by phase, and the waits of each rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from benchmarks.results import read_result, result_files
 from vllm_async_spec.audit.report import Phase
 
 _HEAD = ("vLLM, runner", "GPU", "shape", "load", "arm")
-_PHASES = [phase.value for phase in Phase if phase is not Phase.AGREEMENT]
-"""Without that of data parallelism, which no plan has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +28,10 @@ class _Audit:
 
 def host_time_grid(results: Path) -> Grid:
     """The host time of a step by phase: a row for each audit of an engine of one rank."""
-    head = (*_HEAD, "ms a step", "critical waits", "pageable copies", "idle", *_PHASES)
-    return Grid(head, [(*each.cells, *_phases(each.said)) for each in _audits(results) if each.ranks == 1])
+    found = [each for each in _audits(results) if each.ranks == 1]
+    phases = [phase.value for phase in Phase if any(phase.value in each.said["phases"] for each in found)]
+    head = (*_HEAD, "ms a step", "critical waits", "pageable copies", "idle", *phases)
+    return Grid(head, [(*each.cells, *_phases(each.said, phases)) for each in found])
 
 
 def ranks_grid(results: Path) -> Grid:
@@ -63,13 +63,13 @@ def _of(document: dict[str, Any]) -> Iterator[_Audit]:
             )
 
 
-def _phases(audit: dict[str, Any]) -> Iterator[str]:
+def _phases(audit: dict[str, Any], phases: Sequence[str]) -> Iterator[str]:
     yield f"{audit['step_ms']:.2f}"
     yield f"{audit['critical'][0]:.2f}"
     yield f"{sum(per_step for _, per_step, _ in audit['pageable']):.1f}"
     yield _idle(audit)
     stalls = audit.get("stalls", {})  # older results do not say
-    for phase in _PHASES:
+    for phase in phases:
         stall = f" ({stalls[phase]:.0f} in one step)" if phase in stalls else ""
         yield f"{audit['phases'].get(phase, 0):.2f}{stall}"
 

@@ -134,7 +134,7 @@ def write_result(path: Path, document: Document) -> None:
     Raises:
         PlanError: the file can't be written; the message says where the result is kept.
     """
-    partial, text = path.with_suffix(".partial"), compact_json(rounded(document))
+    partial, text = path.with_suffix(".partial"), compact_json(rounded(document, 5))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text)

@@ -16,7 +16,8 @@ from typing import Any
 from vllm_async_spec.compat.json_text import compact_json, packed, unpacked
 
 ARCHIVE = "archive.json.xz"
-_AUDITS = {"audit", "audits"}
+_DIGITS = 4
+"""Two turns of an arm rarely agree in more than three."""
 
 
 def read_json(path: Path) -> Any:
@@ -67,19 +68,19 @@ def keep(folder: Path, shorten: Callable[[Any], Any] = lambda found: found) -> l
 
 def write_archive(folder: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     """Make these results, by name, the folder's archive."""
-    members = (f"{json.dumps(name)}: {compact_json(rounded(results[name])).rstrip()}" for name in sorted(results))
+    texts = {name: compact_json(rounded(results[name], _DIGITS)).rstrip() for name in sorted(results)}
+    members = (f"{json.dumps(name)}: {text}" for name, text in texts.items())
     partial = folder / f"{ARCHIVE}.partial"
     partial.write_bytes(packed("{\n" + ",\n".join(members) + "\n}\n"))
     partial.replace(folder / ARCHIVE)
 
 
-def rounded(value: Any, digits: int = 5) -> Any:
-    """The same with five digits of each float, a hundred times finer than two turns agree; with four in audits, whose
-    figures are of a few steps."""
+def rounded(value: Any, digits: int) -> Any:
+    """The same with so many digits of each float."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):
-        return {name: rounded(each, 4 if name in _AUDITS else digits) for name, each in value.items()}
+        return {name: rounded(each, digits) for name, each in value.items()}
     return [rounded(each, digits) for each in value] if isinstance(value, list) else value
 
 
