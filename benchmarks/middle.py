@@ -14,7 +14,7 @@ import torch
 from vllm_async_spec.audit.device_time import Shares, shares_between
 from vllm_async_spec.audit.device_trace import DeviceTrace, read_trace
 from vllm_async_spec.audit.recorded import SETTLING, Recorded, load
-from vllm_async_spec.audit.recording import How, Order, Recorder
+from vllm_async_spec.audit.recording import How, Order, Recorder, device_profile
 from vllm_async_spec.audit.report import Place
 from vllm_async_spec.patching import temporarily
 
@@ -125,7 +125,7 @@ def _steps_of(run: Run) -> int:
 
 def _profiler() -> torch.profiler.profile:
     torch.cuda.synchronize()
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+    return device_profile()
 
 
 def _traced(profiler: torch.profiler.profile) -> DeviceTrace:

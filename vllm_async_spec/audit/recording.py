@@ -56,6 +56,14 @@ class UnderWay(RuntimeError):
     """Another recording has not ended."""
 
 
+def device_profile() -> profile:
+    """A profile of CUPTI's records, to be exported as a trace."""
+    # The warning says that the next profile forgets this one's events. With `acc_events` to keep them, `stop` makes
+    # dozens of Python objects of each event: seconds in a step of the engine, and more when they are collected.
+    warnings.filterwarnings("ignore", r".*Profiler clears events at the end of each cycle")
+    return profile(activities=[ProfilerActivity.CUDA])
+
+
 @dataclass(slots=True)
 class Recorder:
     """Records steps of the thread that calls `on_step`; `watch_all` starts to watch functions by phase."""
@@ -136,10 +144,7 @@ class Recorder:
 
     def _start(self, how: How) -> None:
         if torch.cuda.is_available():
-            # The warning says that the next profile forgets this one's events. To keep them, PyTorch would make dozens
-            # of Python objects of each event, in the step that ends the recording: seconds, and later collections.
-            warnings.filterwarnings("ignore", r".*Profiler clears events at the end of each cycle")
-            self._profile = profile(activities=[ProfilerActivity.CUDA])
+            self._profile = device_profile()
             self._profile.start()
             if how is How.DEVICE:
                 return
