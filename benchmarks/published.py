@@ -2,6 +2,7 @@
 
 WORDS of a figure in a sentence:
 
+    control BACKEND                speed of the plugin turned off, stock = 1: mean of all results, and interval
     ratios RESULT ARM LOAD         lowest and highest ratio of an arm's speed to the reference's, such as "1.9 to 2.5"
     tpot RESULT ARM LOAD SHARE     a served arm's time per output token in ms; SHARE is p50, p90 or p99
     tokens RESULT ARM              a served arm's requests with other tokens than the reference's, of all compared
@@ -10,6 +11,7 @@ RESULT and LOAD may end in `*`.
 """
 
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import compress
@@ -23,6 +25,7 @@ from benchmarks.results import read_result
 from benchmarks.serving.results import find_served, read_served, served_files, summarise, unlike
 from benchmarks.serving.table import against_grid, compared, serve_grid, serve_notes
 from benchmarks.starts import starts_grid
+from benchmarks.statistics import paired_ratio
 from benchmarks.stored import files
 from benchmarks.summary import Row, against
 
@@ -84,8 +87,7 @@ def _speeds(document: dict[str, Any]) -> list[Sequence[str]]:
         arms = [own.get((load, arm)) for arm in ("stock", "noop", "plugin")]
         if facts is not None and any(arms):
             first, engine = plan["arms"][0], plan["arms"][0]["engine"]
-            backend = engine.get("attention_backend") or engine["attention_config"]["backend"]
-            head = f"{facts['vllm']}, {facts['runner']}, {backend}, {first['shape']}, {devices(facts, engine)}"
+            head = f"{facts['vllm']}, {facts['runner']}, {_backend(plan)}, {first['shape']}, {devices(facts, engine)}"
             ratios = [ratio(row) if row else "-" for row in (*arms[1:], equals.get(load))]
             speeds = [speed(row) if row else "-" for row in arms]
             turns = str(max(row["turns"] for row in arms if row))
@@ -93,6 +95,13 @@ def _speeds(document: dict[str, Any]) -> list[Sequence[str]]:
             asked = f"{load}, {first['draft_tokens']}" + (f", graphs up to {graphs:,} tokens" if graphs else "")
             rows.append((head, asked, *speeds, *ratios, turns))
     return rows
+
+
+def _backend(plan: Mapping[str, Any]) -> str:
+    """The attention backend that a plan is for."""
+    engine = plan["arms"][0]["engine"]
+    backend: str = engine.get("attention_backend") or engine["attention_config"]["backend"]
+    return backend
 
 
 def runners(results: Path) -> str:
@@ -192,6 +201,22 @@ def in_words_of(words: Sequence[str], results: Path) -> str:
     return _FIGURES[kind](results, *rest)
 
 
+def _control(results: Path, backend: str) -> str:
+    """Each result counts once: its engines keep what their starts gave them, however many turns they have."""
+    values = []
+    for path in (*files(results, "defaults-*.json"), *files(results, "v1-*.json")):
+        document = read_result(path)
+        plan = document["plan"]
+        rows = [row for row in document["summary"] if row["arm"] == plan["control"] and row["steady"]]
+        own = [row["ratio"]["value"] for row in rows if "ratio" in row]
+        if own and _backend(plan) == backend:
+            values.append(statistics.geometric_mean(own))
+    found = paired_ratio([1.0] * len(values), values)
+    if found is None:
+        raise LookupError("there are fewer than two such results")
+    return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f}, {len(values)} pairs of engines)"
+
+
 def _ratios(results: Path, name: str, arm: str, load: str) -> str:
     values = [
         row["ratio"]["value"]
@@ -216,7 +241,7 @@ def _tokens(results: Path, name: str, arm: str) -> str:
     return f"{sum(unlike(document, arm).values())} of {compared:,}"
 
 
-_FIGURES: dict[str, Callable[..., str]] = {"ratios": _ratios, "tpot": _tpot, "tokens": _tokens}
+_FIGURES: dict[str, Callable[..., str]] = {"control": _control, "ratios": _ratios, "tpot": _tpot, "tokens": _tokens}
 
 
 def _one(results: Path, name: str) -> dict[str, Any]:

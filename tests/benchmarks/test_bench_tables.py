@@ -60,6 +60,16 @@ def test_a_figure_is_written_into_its_sentence_and_stale_when_its_result_changes
     assert ">1.2<" in rewrite([written], written.parent)[written]
 
 
+def test_the_control_of_several_results_is_one_figure_in_which_each_counts_once(written: Path):
+    for number, (noop, backend) in enumerate(((90, "A"), (110, "A"), (50, "B"))):
+        arms = tuple(dataclasses.replace(arm, engine={"attention_backend": backend}) for arm in PLAN.arms)
+        found = document(STEADY | {"noop": [noop] * 4}, dataclasses.replace(PLAN, arms=arms))
+        (written.parent / f"defaults-{number}.json").write_text(json.dumps(found))
+    said = published.in_words_of(["control", "A"], written.parent)
+    assert said.startswith("0.99 (0.")
+    assert said.endswith(", 2 pairs of engines)")
+
+
 def test_a_page_gets_the_table_of_a_result(generated: ModuleType, written: Path):
     page = generated.with_tables("<!-- table: made-up -->\n", written, written.parent)
     assert "| decode-1 | plugin | yes | 9.48 (9.35-9.52) | 211 (210-214) | 2.00 | 1.050 (1.0" in page
@@ -74,6 +84,7 @@ def test_a_page_gets_the_table_of_a_result(generated: ModuleType, written: Path)
         ),
         ("a <!-- measured: ratios made-up -->", "README.md asks for 'ratios made-up', which no result has"),
         ("a <!-- measured: tpot made-up plugin decode-1 p50 -->", "made-up is no result of a served plan"),
+        ("a <!-- measured: control FLASH_ATTN -->", "there are fewer than two such results"),
         ("a <!-- measured: speed made-up -->", "README.md asks for 'speed made-up'"),
         ("a\n<!-- measured: ratios made-up plugin * -->", "README.md begins a line with <!-- measured: ratios"),
     ],
