@@ -108,4 +108,5 @@ class Watch:
         self._changes.roll_back()
         self._watched.clear()
         while self._callbacks:
-            gc.callbacks.remove(self._callbacks.pop())
+            if (callback := self._callbacks.pop()) in gc.callbacks:  # somebody else may have emptied the list
+                gc.callbacks.remove(callback)
