@@ -80,7 +80,8 @@ def test_a_garbage_collection_is_time_of_its_own_and_not_of_the_function_around_
     assert gc.callbacks == callbacks
     around = next(span for span in watch.spans if span.phase is Phase.INPUTS)
     collected = [span for span in watch.spans if span.phase is Phase.COLLECTION and span.start >= around.start]
-    assert [(span.thread, span.end <= around.end) for span in collected] == [(threading.get_ident(), True)]
+    # Python may have collected by itself too.
+    assert {(span.thread, span.end <= around.end) for span in collected} == {(threading.get_ident(), True)}
 
 
 def watch_runner(watch: Watch, cpu: CpuWaits | None) -> None:
