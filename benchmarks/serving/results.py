@@ -234,9 +234,11 @@ def unlike(document: Document, arm: str) -> dict[str, int]:
 def faults(document: Document) -> list[str]:
     """Sentences on arms with the plugin whose tokens are not the reference's, where those of the control are."""
     plan, tokens = document["plan"], document["tokens"]
-    noise = unlike(document, plan["control"]) if plan["control"] in tokens else {}
+    control = plan["control"]
+    noise = unlike(document, control) if control in tokens else {}
+    unknown = "" if control in tokens else f"; run {control} too, which shows whether vLLM repeats its own tokens here"
     return [
-        f"{arm['name']}: {different} {kind} requests have other tokens than {plan['reference']}'s"
+        f"{arm['name']}: {different} {kind} requests have other tokens than {plan['reference']}'s{unknown}"
         for arm in plan["arms"]
         if arm["plugin"] == Plugin.ON.value and arm["name"] in tokens
         for kind, different in unlike(document, arm["name"]).items()

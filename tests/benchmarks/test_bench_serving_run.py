@@ -241,6 +241,11 @@ def test_tokens_that_differ_are_counted_and_are_a_fault_of_the_plugin_only(fakes
     assert not any("hashes" in sample for sample in result.document["tokens"]["stock"].values())  # needed no more
     # vLLM does not repeat its own seeded tokens, as noop shows, so the plugin's tell nothing.
     assert faults(result.document) == ["plugin: 3 greedy requests have other tokens than stock's"]
+    del result.document["tokens"]["noop"]
+    assert faults(result.document)[1] == (
+        "plugin: 3 seeded requests have other tokens than stock's; "
+        "run noop too, which shows whether vLLM repeats its own tokens here"
+    )
 
 
 def test_an_archived_result_has_no_hashes_and_serves_them_again_for_an_arm_that_comes_later(fakes: Fakes):
