@@ -38,6 +38,11 @@ def test_a_kept_result_is_read_by_the_path_of_its_file(tmp_path: Path):
         read_json(tmp_path / "no.json")
 
 
+def test_floats_are_rounded_and_nothing_else():
+    found = {"step_ms": [1.234567], "turns": [{"steps": 123456, "arm": "noop"}]}
+    assert rounded(found, 5) == {"step_ms": [1.2346], "turns": [{"steps": 123456, "arm": "noop"}]}
+
+
 def test_a_file_goes_before_the_archive_until_it_is_kept_and_the_others_stay(tmp_path: Path):
     written(tmp_path, a={"of": 1}, b={"of": 1})
     keep(tmp_path)

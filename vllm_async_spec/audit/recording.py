@@ -139,8 +139,7 @@ class Recorder:
     def start_phases(self) -> None:
         """Watch functions from now on, in a process that has phases but no steps."""
         self._thread = threading.get_ident()
-        self._watch.watch_collections()
-        self.watch_all(self._watch, None)
+        self._watch_phases()
 
     def _start(self, how: How) -> None:
         if torch.cuda.is_available():
@@ -152,6 +151,9 @@ class Recorder:
             self._cuda.start()
         else:
             self._cpu = CpuWaits()
+        self._watch_phases()
+
+    def _watch_phases(self) -> None:
         self._watch.watch_collections()
         self.watch_all(self._watch, self._cpu)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -40,7 +41,6 @@ class Watch:
     _functions: list[tuple[Phase, str, str, int]] = field(default_factory=list)
     _changes: Transaction = field(default_factory=Transaction)
     _watched: set[tuple[int, str]] = field(default_factory=set)
-    _callbacks: list[Callable[[str, dict[str, int]], None]] = field(default_factory=list)
 
     def watch(self, owner: Any, name: str, phase: Phase, *, around: Around | None = None) -> bool:
         """Note calls of `owner.name` from now on, until `stop`, as time of `phase`; whether there is such a function.
@@ -91,7 +91,11 @@ class Watch:
             elif start:  # it began before the recording otherwise
                 note((thread(), number, start, now()))
 
-        self._callbacks.append(collecting)
+        def undo() -> None:
+            with contextlib.suppress(ValueError):  # somebody else has emptied the list
+                gc.callbacks.remove(collecting)
+
+        self._changes.undo_with(undo)
         gc.callbacks.append(collecting)
 
     @property
@@ -104,9 +108,6 @@ class Watch:
         return found
 
     def stop(self) -> None:
-        """Put every function back."""
+        """Put every function back, and note no more collections."""
         self._changes.roll_back()
         self._watched.clear()
-        while self._callbacks:
-            if (callback := self._callbacks.pop()) in gc.callbacks:  # somebody else may have emptied the list
-                gc.callbacks.remove(callback)
