@@ -93,6 +93,8 @@ if TYPE_CHECKING:  # for the type checker, methods need no bodies
         """From 0.33 on: whether decode wrappers of FlashAttention 2 take uniform drafts."""
         reorder_batch_threshold: int
         """Most query tokens of a request that vLLM treats as a decode."""
+        supports_draft_decode_metadata_update: bool
+        """From 0.28 on: whether metadata of a draft step of one token a request is good for the next one too."""
         _decode_cudagraph_max_bs: int
         """Query tokens of the largest graph; only where `enable_cuda_graph`."""
 

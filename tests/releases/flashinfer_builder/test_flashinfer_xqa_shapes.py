@@ -123,3 +123,27 @@ def test_a_ragged_mask_is_upstreams(builder: Any, module: Any):
     got = builder._get_decode_mask(4, np.array(counts), len(counts), True)
     assert got.dtype == expected.dtype
     assert torch.equal(got.int(), expected.int())
+
+
+@pytest.mark.parametrize(("method", "single"), [("eagle", True), ("mtp", True), ("dflash", False), ("ngram", False)])
+def test_one_graph_may_replay_all_draft_steps_of_one_token(
+    builder: Any, setting: tuple[Any, ...], method: str, single: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not hasattr(type(builder), "supports_draft_decode_metadata_update"):
+        pytest.skip("this vLLM replays a graph for each draft step")
+    monkeypatch.setattr(setting[2].speculative_config, "method", method)
+    made = type(builder)(*setting)
+    assert made.supports_draft_decode_metadata_update is (single and flashinfer_xqa_shapes.decodes_with_xqa(made))
+    if made.supports_draft_decode_metadata_update:
+        given = metadata([1, 1], [33, 17], DRAFTS)
+        first = made.build(0, given).decode
+        given.seq_lens.add_(1)  # as vLLM does in place between draft steps
+        made.update_draft_decode_metadata(first)
+        second = made.build(0, given).decode
+        for name, value in vars(first).items():
+            other = getattr(second, name)
+            if isinstance(value, torch.Tensor):
+                assert (value.data_ptr(), value.shape) == (other.data_ptr(), other.shape), name
+            else:
+                assert value == other, name
+        assert first.seq_lens.as_subclass(torch.Tensor).tolist() == [34, 18]

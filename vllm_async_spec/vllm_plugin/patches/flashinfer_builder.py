@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 _PLANS_IN_FLIGHT = 8
 """Pinned plan buffers. Each of two steps in flight plans for the target and at most once per draft. More plans wait."""
 
+_AUTOREGRESSIVE = frozenset({"eagle", "eagle3", "mtp"})
+"""Methods whose drafters extend each request by one token a draft step; dFlash's take several."""
+
 _PLAN_BYTES = 8 << 20
 """Bytes of the pinned buffer in which a wrapper of flashinfer-python plans."""
 
@@ -125,6 +128,11 @@ class PlansFromBound(FlashInferBuilderBase):
                 load_flash_attention_2(self)
         if decodes_with_xqa(self):
             compile_xqa(xqa_shapes(self))
+            # From 0.28 on vLLM's V2 runner then replays all draft steps after the first as one CUDA graph.
+            self.supports_draft_decode_metadata_update = _drafts_by_single_tokens(self.vllm_config)
+
+    def update_draft_decode_metadata(self, metadata: FlashInferMetadata) -> None:
+        """Do nothing between draft steps: XQA reads only the lengths and pages on the device, which vLLM advances."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> object:
@@ -196,6 +204,11 @@ def _subclass(module: ModuleType) -> type:
         # Bound to vLLM's class: with our wider `get_cudagraph_support` it would choose kernels this machine lacks.
         members["get_varlen_cudagraph_max_query_len"] = upstream.get_varlen_cudagraph_max_query_len
     return type(upstream.__name__, (PlansFromBound, *ragged, upstream), members)
+
+
+def _drafts_by_single_tokens(config: VllmConfig) -> bool:
+    """Whether each draft step after the first has one token a request, for which XQA needs no mask and no plan."""
+    return config.speculative_config is not None and config.speculative_config.method in _AUTOREGRESSIVE
 
 
 def _may_plan(config: VllmConfig) -> bool:
