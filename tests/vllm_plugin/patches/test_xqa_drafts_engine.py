@@ -63,7 +63,8 @@ def noted(*args, **more):
     return drafts
 
 speculator.propose = noted
-found = {"one graph": speculator.supports_decode_metadata_update}
+fused = getattr(speculator, "use_fused_multi_step_decode", None)  # up to 0.31
+found = {"one graph": speculator.supports_decode_metadata_update if fused is None else fused}
 for load in loads:
     said.clear()
     engine.measure(load.name, 0, 1)
