@@ -140,6 +140,13 @@ def test_one_token_each_needs_one_row_each(builder: Any):
     assert (len(built.seq_lens), built.max_query_len) == (4, 1)
 
 
+def test_each_draft_step_is_built(builder: Any):
+    """From 0.28 on vLLM's builders say that an update serves instead, and those of virtual batches inherit it."""
+    if not hasattr(type(builder), "supports_draft_decode_metadata_update"):
+        pytest.skip("this vLLM builds each draft step")
+    assert builder.supports_draft_decode_metadata_update is False
+
+
 def test_stock_reads_the_lengths(builder: Any, stock: Any, monkeypatch: pytest.MonkeyPatch):
     given = metadata(*BATCHES["drafts"])
     monkeypatch.setattr(layer_module(), "make_local_attention_virtual_batches", stock)

@@ -147,3 +147,17 @@ def test_one_graph_may_replay_all_draft_steps_of_one_token(
             else:
                 assert value == other, name
         assert first.seq_lens.as_subclass(torch.Tensor).tolist() == [34, 18]
+
+
+def test_a_subclass_that_builds_other_batches_is_asked_for_each_draft_step(
+    builder: Any, setting: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+):
+    if not hasattr(type(builder), "supports_draft_decode_metadata_update"):
+        pytest.skip("this vLLM replays a graph for each draft step")
+    monkeypatch.setattr(setting[2].speculative_config, "method", "eagle")
+
+    class Other(type(builder)):  # type: ignore[misc]
+        def build(self, *args: Any, **more: Any) -> Any:
+            return super().build(*args, **more)
+
+    assert Other(*setting).supports_draft_decode_metadata_update is False

@@ -128,8 +128,10 @@ class PlansFromBound(FlashInferBuilderBase):
                 load_flash_attention_2(self)
         if decodes_with_xqa(self):
             compile_xqa(xqa_shapes(self))
-            # From 0.28 on vLLM's V2 runner then replays all draft steps after the first as one CUDA graph.
-            self.supports_draft_decode_metadata_update = _drafts_by_single_tokens(self.vllm_config)
+            # From 0.28 on vLLM's V2 runner then replays all draft steps after the first as one CUDA graph. A subclass
+            # that builds other batches, as of chunked local attention, would keep those of the first step.
+            is_whole = type(self).build is PlansFromBound.build
+            self.supports_draft_decode_metadata_update = is_whole and _drafts_by_single_tokens(self.vllm_config)
 
     def update_draft_decode_metadata(self, metadata: FlashInferMetadata) -> None:
         """Do nothing between draft steps: XQA reads only the lengths and pages on the device, which vLLM advances."""

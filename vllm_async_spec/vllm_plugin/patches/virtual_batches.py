@@ -144,6 +144,9 @@ class _CutOnDevice(BuilderBase):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
+        # From 0.28 on vLLM's builders say this, and those of virtual batches inherit it. An update cuts no batch, so
+        # later draft steps would attend to the lengths of the first.
+        self.supports_draft_decode_metadata_update = False
         # vLLM's dummy runs build no such metadata, so the first request would wait for the kernels.
         compile_virtual_batches(self.chunk, self.chunk // self.kv_cache_spec.block_size, self.device)
 
