@@ -54,6 +54,8 @@ class Call(enum.Enum):
     BUILD = "build"
     DRAFTING = "build_for_drafting"
     CAPTURE = "build_for_cudagraph_capture"
+    UPDATE = "update_draft_decode_metadata"
+    """`build` for the draft step before, and then an update of what it made; vLLM 0.28 and later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,10 @@ class Case:
     def padded(self) -> bool:
         """Whether it has padding rows or tokens, as vLLM makes them for a full CUDA graph."""
         return self.live < self.rows or self.token_padding > 0
+
+    def a_step_before(self) -> Case:
+        """The same requests one draft step earlier, each a token shorter."""
+        return dataclasses.replace(self, seq_lens=tuple(max(length - 1, 0) for length in self.seq_lens))
 
     def without_padded_rows(self) -> Case:
         """The batch as vLLM gives it to a builder without full CUDA graphs: only the layer's input is padded."""
@@ -211,6 +217,9 @@ CASES: tuple[Case, ...] = (
     Case("capture, K + 1", *_alike(8, 1 + DRAFT_TOKENS), call=Call.CAPTURE),
 )
 """All batches, in the order of the tables."""
+
+UPDATED: tuple[Case, ...] = (Case("updated draft step", (1,) * 4, _after(2), call=Call.UPDATE),)
+"""Further batches for a builder with `supports_draft_decode_metadata_update`."""
 
 
 _ON_DEVICE = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")

@@ -11,7 +11,7 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from vllm_async_spec.compat.model import against_model
 from vllm_async_spec.compat.results import BackendResult, CaseResult, Need
 from vllm_async_spec.compat.subject import Subject
 from vllm_async_spec.compat.thresholds import does_not_fit, threshold_cases
+from vllm_async_spec.compat.updates import advance, relaunched, update_cases
 
 _RECORDED = (Host.EXACT, Host.ABSENT, Host.BOUND)
 """Builds whose lines are recorded: with what an engine knows or could know. Recording costs a quarter of a build."""
@@ -51,7 +52,7 @@ def check(
     Args:
         subject: The builder.
         device: Where it is made and run.
-        cases: The batches; None for `CASES` and those of the builder's own thresholds.
+        cases: The batches; None for `CASES`, and those of the builder's own thresholds and updates.
         known: The result for another model. Then the builder is not given garbage that it need not know. Nor is it
             built in turn, or twice to find the fields that two builds disagree on.
         patched: Whether the plugin's patches are applied; for the report.
@@ -87,7 +88,7 @@ def check(
 
 def _own_cases(builder: Any, block_size: int) -> tuple[Case, ...]:
     try:
-        return (*CASES, *threshold_cases(builder, block_size))
+        return (*CASES, *threshold_cases(builder, block_size), *update_cases(builder))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -203,14 +204,16 @@ def _reordered(builder: Any, case: Case) -> tuple[Case, str | None]:
 def _try_case(
     subject: Subject, case: Case, result: CaseResult, device: Device, known: frozenset[str] | None
 ) -> tuple[CaseResult, Snapshot | None]:
-    exact, reference = build_once(subject, case, Host.EXACT, device)
+    is_update = case.call is Call.UPDATE
+    anew = replace(case, call=Call.BUILD) if is_update else case
+    exact, reference = build_once(subject, anew, Host.EXACT, device)
     if reference is None:
         return replace(result, failure=exact.failure), None
     unsteady = known
     if unsteady is None:
-        _, again = build_once(subject, case, Host.EXACT, device)
+        _, again = build_once(subject, anew, Host.EXACT, device)
         unsteady = frozenset(each.field for each in (compare.differences(reference, again) if again else ()))
-    builds, snapshots = {Host.EXACT: exact}, {Host.EXACT: reference}
+    builds, snapshots = ({}, {}) if is_update else ({Host.EXACT: exact}, {Host.EXACT: reference})
 
     def built(host: Host) -> Build:
         if host not in builds:
@@ -225,7 +228,7 @@ def _try_case(
         built(host)
     need = (
         Need.BLOCKING
-        if exact.waits
+        if built(Host.EXACT).waits
         else least_need(lambda host: built(host).serves, has_bound=subject.metadata.has_bound)
     )
     found = replace(
@@ -267,7 +270,7 @@ def build_once(
     made = build_batch(subject, case, host, device, builder=builder)
     if made.failure is not None:
         return Build(host, made.failure, made.waits, made.changed), None
-    snapshot = compare.take({"": made.metadata, **device.kernel_calls()}, device, made.builder)
+    snapshot = compare.take({"": made.metadata, **made.kernels}, device, made.builder)
     skipped = tuple(f"{p} ({t})" for p, t in snapshot.skipped.items())
     return Build(host, None, made.waits, made.changed, (), snapshot.not_validated, skipped), snapshot
 
@@ -281,7 +284,8 @@ class Built:
         metadata: What the builder built; None if the build failed.
         failure: The exception and where it was raised; None if it finished.
         waits: Where the host would wait, in the order of time.
-        changed: Fields of the common metadata that the builder changed.
+        changed: Fields of the common metadata that the builder changed; in an update, that the update changed.
+        kernels: Arguments of the kernels that did not run, by number and name.
     """
 
     case: Case
@@ -290,6 +294,7 @@ class Built:
     failure: str | None
     waits: tuple[Wait, ...]
     changed: tuple[str, ...]
+    kernels: Mapping[str, Any] = field(default_factory=dict)
 
 
 def build_batch(
@@ -312,12 +317,13 @@ def build_batch(
     case, failure = _reordered(builder, case)
     if failure is not None:
         return Built(case, builder, None, failure, (), ())
-    metadata = subject.metadata(
-        case, host, block_size=subject.block_size, place=device.place, **subject.fields(case, device)
-    )
+    metadata = later = _metadata(subject, case, host, device)
+    if case.call is Call.UPDATE:
+        # The host's bounds are as old as the build; the greatest length has room for all draft steps, as in vLLM.
+        metadata = _metadata(subject, case.a_step_before(), host, device, max_seq_len=later.max_seq_len)
     before = _kept(metadata)
     arguments = dict(subject.arguments(case, device))
-    built = None
+    built = launched = None
     watching = device.watching() if watched else contextlib.nullcontext(())
     recording = recorded(builder, device) if is_new and watched and host in _RECORDED else contextlib.nullcontext()
     with without_warnings(), torch.no_grad(), configured(builder), watching as waits, recording:
@@ -325,11 +331,22 @@ def build_batch(
             built = _call(builder, case, metadata, subject.common_prefix(case), arguments)
             if built is None:
                 raise TypeError("the builder returns None, which is no metadata")
+            if case.call is Call.UPDATE:
+                launched = len(device.kernel_calls())
+                advance(metadata, later)
+                before = _kept(metadata)
+                builder.update_draft_decode_metadata(built)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             failure = failure_sentence(error)
-    return Built(case, builder, built, failure, tuple(waits), _changed(metadata, before))
+    kernels = relaunched(device.kernel_calls(), launched)
+    return Built(case, builder, built, failure, tuple(waits), _changed(metadata, before), kernels)
+
+
+def _metadata(subject: Subject, case: Case, host: Host, device: Device, **more: Any) -> Any:
+    fields = {**subject.fields(case, device), **more}
+    return subject.metadata(case, host, block_size=subject.block_size, place=device.place, **fields)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import torch
 
 from vllm_async_spec.compat import declared
 from vllm_async_spec.compat.builder_inputs import LAYER, configured
-from vllm_async_spec.compat.cases import CASES, Call, Case, Host
+from vllm_async_spec.compat.cases import CASES, UPDATED, Call, Case, Host
 from vllm_async_spec.compat.check import (
     build_batch,
     check_case,
@@ -68,7 +68,7 @@ def attend(
     if is_lost(device):
         lost = "the GPU failed in an earlier builder's forward and is unusable"
         return replace(found, not_attended=lost, unfinished=f"attention was not tried: {lost}")
-    by_name = {case.name: case for case in cases}
+    by_name = {case.name: case for case in (*cases, *UPDATED)}
     until = None
     attended: list[CaseResult] = []
     for number, each in enumerate(found.cases):

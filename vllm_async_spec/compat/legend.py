@@ -7,7 +7,7 @@ from vllm_async_spec.compat.report import Run
 
 LEGEND = (
     f"batches: how many of the {len(CASES)} kinds of batches that vLLM's engine makes were built, with each model, and "
-    f"how many for a builder's own thresholds. The kinds, with K = {DRAFT_TOKENS} draft tokens: "
+    f"how many for a builder's own thresholds and updates. The kinds, with K = {DRAFT_TOKENS} draft tokens: "
     f"{'; '.join(case.name for case in CASES)}. A kind that fails is a fault."
 )
 """What the column `batches` counts."""
