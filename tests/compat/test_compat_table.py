@@ -41,7 +41,8 @@ def test_a_cell_is_the_verdict_of_its_run_and_leads_there(hooks: Any):
     column = rows[0].index("0.32.0 stock")
     verdicts = {row[0]: row[column] for row in rows[2:]}
     assert verdicts["FLASH_ATTN"] == "[none, kernels not validated](compat/0.32.0-stock.md#flash_attn)"
-    assert verdicts["CHUNKED_LOCAL"] == "[blocks](compat/0.32.0-stock.md#chunked_local)"
+    assert verdicts["CHUNKED_LOCAL"] == "[blocks, wrong after updates](compat/0.32.0-stock.md#chunked_local)"
+    assert verdicts["FLASHINFER"] == "[blocks](compat/0.32.0-stock.md#flashinfer)"
     assert verdicts["TREE_ATTN"] == "this release has none"
     assert all(f"](compat/{stem}.md" in cell for cell, stem in zip(rows[2][1:], map(_stem, rows[0][1:]), strict=True))
 

@@ -5,8 +5,9 @@ from typing import Any
 import compat_attention
 import compat_fields as planted
 import pytest
-from compat_checked import subject
+from compat_checked import report, subject
 
+from vllm_async_spec.compat import advice
 from vllm_async_spec.compat.cases import UPDATED
 from vllm_async_spec.compat.check import check
 from vllm_async_spec.compat.forward import attend
@@ -77,16 +78,28 @@ def test_an_update_that_brings_all_up_to_date_is_right(kind: type[Updates]):
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
-        (KeepsLengths, "told upper bound, seq_lens is [34, 101, 18, 65], not [35, 102, 19, 66] (wrong)"),
-        (Waits, "told upper bound, it waits: read (item) at "),
-        (Fails, "told upper bound, it fails: NotImplementedError: raise NotImplementedError at "),
-        (ChangesLengths, "told upper bound, seq_lens is [36, 103, 20, 67], not [35, 102, 19, 66] (wrong)"),
+        (
+            KeepsLengths,
+            "after its update, told upper bound, seq_lens is [34, 101, 18, 65], not [35, 102, 19, 66] (wrong)",
+        ),
+        (Waits, "after its update, told upper bound, it waits: read (item) at "),
+        (Fails, "after its update, told upper bound, it fails: NotImplementedError: raise NotImplementedError at "),
+        (
+            ChangesLengths,
+            "after its update, told upper bound, seq_lens is [36, 103, 20, 67], not [35, 102, 19, 66] (wrong)",
+        ),
     ],
 )
 def test_what_an_update_does_wrong_is_a_fault(kind: type[Updates], fault: str):
     found = checked(kind)
     assert set(found.faults) == {UPDATE}
-    assert any(fault in said for said in found.faults[UPDATE]), found.faults
+    assert any(said.startswith(fault) for said in found.faults[UPDATE]), found.faults
+    assert ("wrong after updates" in report(found).published.line) is fault.endswith("(wrong)")
+
+
+def test_the_advice_is_to_bring_it_up_to_date():
+    assert f"(wrong); instead: {advice.UPDATED}" in checked(KeepsLengths).explain()
+    assert checked(Waits).explain().endswith("; instead: build from device seq_lens or seq_lens_cpu_upper_bound")
 
 
 class SaysNo(KeepsLengths):

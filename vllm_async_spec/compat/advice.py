@@ -13,6 +13,10 @@ from vllm_async_spec.audit.report import WaitKind
 
 WRONG = "use the bound for sizes only, and let kernels mask by device seq_lens"
 AGAINST = "take the field from the common metadata, or give a field of another meaning another name"
+UPDATED = (
+    "write what depends on lengths into the tensors that the metadata has, or let "
+    "supports_draft_decode_metadata_update be False"
+)
 IN_PLACE = "write to a copy, or to a buffer of the builder's own"
 IN_TURN = "keep nothing of a batch in the builder, but buffers that each build fills anew"
 WITHOUT_TRITON = "for a Triton kernel give --vllm-source, with the directory that contains the installed vllm/"
@@ -30,6 +34,8 @@ def instead(fault: str) -> str | None:
         return IN_TURN
     if " it fails: " in fault and "'NoneType'" in fault:  # it takes lengths for granted that the host does not have
         return remedy(WaitKind.READ)
+    if fault.startswith("after its update") and fault.endswith(" (wrong)"):
+        return UPDATED
     if fault.endswith(" (wrong) against the batch in plain Python"):
         return AGAINST
     if fault.endswith(" (wrong)"):

@@ -24,6 +24,7 @@ class Build:
         differences: Fields that differ from the build with exact host lengths.
         not_validated: Fields that depend on kernels that did not run; they have not been judged.
         skipped: Fields that can't be compared, such as functions.
+        updated: Whether it was built for the draft step before, and updated.
     """
 
     host: Host
@@ -33,6 +34,7 @@ class Build:
     differences: tuple[Difference, ...] = ()
     not_validated: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    updated: bool = False
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
@@ -52,7 +54,7 @@ class Build:
     @property
     def faults(self) -> tuple[str, ...]:
         """Everything wrong with the build, in a sentence each."""
-        told = f"told {self.host.value}"
+        told = f"{'after its update, ' if self.updated else ''}told {self.host.value}"
         found = [f"{told}, it waits: {wait}" for wait in dict.fromkeys(map(str, self.waits))]
         if self.failure is not None:
             found.append(f"{told}, it fails: {self.failure}")
@@ -72,6 +74,7 @@ class Build:
             "equal": self.equal,
             "not_validated": list(self.not_validated),
             "skipped": list(self.skipped),
+            "updated": self.updated,
         }
 
 

@@ -267,12 +267,12 @@ def build_once(
     if device.validates_kernels:
         # Warm up, because compiling and tuning wait once for each size, and sizes depend on what the host knows.
         build_batch(subject, case, host, device, watched=False, builder=builder)
-    made = build_batch(subject, case, host, device, builder=builder)
+    made, updated = build_batch(subject, case, host, device, builder=builder), case.call is Call.UPDATE
     if made.failure is not None:
-        return Build(host, made.failure, made.waits, made.changed), None
+        return Build(host, made.failure, made.waits, made.changed, updated=updated), None
     snapshot = compare.take({"": made.metadata, **made.kernels}, device, made.builder)
     skipped = tuple(f"{p} ({t})" for p, t in snapshot.skipped.items())
-    return Build(host, None, made.waits, made.changed, (), snapshot.not_validated, skipped), snapshot
+    return Build(host, None, made.waits, made.changed, (), snapshot.not_validated, skipped, updated), snapshot
 
 
 @dataclass(frozen=True, slots=True)

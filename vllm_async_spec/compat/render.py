@@ -39,6 +39,7 @@ _MEANINGS = {
     NOT_RUN: "no batch of a step ran, so there is no result",
     "not constructed": "the suite could not construct the builder",
     "wrong with slack": "built with an upper bound instead of exact lengths, the metadata has wrong values",
+    "wrong after updates": "metadata updated for the next draft step have values of the step before",
     "changes the batch": "the builder changes metadata that all layers share",
     "kernels not validated": "some fields depend on kernels that did not run",
     "attention wrong": "with metadata built with an upper bound, attention differs from the reference",
@@ -49,6 +50,7 @@ _MEANINGS = {
 }
 _MARKS = {
     "wrong with slack": "\u2260",
+    "wrong after updates": "\u21bb",
     "changes the batch": "\u0394",
     "kernels not validated": "\u2020",
     "attention wrong": "\u2717",

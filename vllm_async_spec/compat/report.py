@@ -310,11 +310,13 @@ def _row(backend: Mapping[str, Any]) -> Row:
     faulty = [case for case in backend["cases"] if case in steps or case in failed]
     grouped = functools.partial(grouped_batches, batches=backend["cases"])
     realistic = [build for case in steps for build in case["builds"] if build["realistic"]]
+    wrong = [build for build in realistic if any(each["judgement"] == "wrong" for each in build["differences"])]
     attended = [each for case in steps for each in case.get("attended", ()) if each["realistic"]]
     reached = backend.get("reached") or {"branches": "", "unreached": []}
     limits = {
         NOT_SHOWN_CLEAN: backend["passed"] and not backend.get("shown_clean", True),
-        "wrong with slack": any(each["judgement"] == "wrong" for build in realistic for each in build["differences"]),
+        "wrong with slack": any(not build.get("updated") for build in wrong),
+        "wrong after updates": any(build.get("updated") for build in wrong),
         "changes the batch": any(build["changed"] for build in realistic),
         "kernels not validated": bool(backend["not_validated"]),
         "attention wrong": any(each["right"] is False for each in attended),
