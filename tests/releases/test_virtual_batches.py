@@ -190,6 +190,7 @@ def test_a_backend_that_plans_on_the_host_gets_what_vllm_cuts_and_is_counted(sto
             return "PLANNING"
 
     planning = local_attention_builder(Planning, SETTING, CHUNK, PAGE)
+    assert planning.supports_draft_decode_metadata_update is False
     query, exact = BATCHES["drafts around a chunk's end"]
     reset_sync_report()
     built = planning.build(0, metadata(query, exact))

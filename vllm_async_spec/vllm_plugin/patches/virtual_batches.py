@@ -126,27 +126,36 @@ def _apply_marks(transaction: Transaction, module: ModuleType) -> None:
         underlying_attn_backend: type[AttentionBackend], attention_chunk_size: int, *sizes: int
     ) -> object:
         backend = original(underlying_attn_backend, attention_chunk_size, *sizes)
-        if underlying_attn_backend.get_name() not in _DEVICE_BACKENDS:
-            return backend
-        builder = _before(_CutOnDevice, backend.get_builder_cls())
+        cuts = underlying_attn_backend.get_name() in _DEVICE_BACKENDS
+        builder = _before(_CutOnDevice if cuts else _BuiltEachStep, backend.get_builder_cls())
         builder.chunk = attention_chunk_size
         return type(backend.__name__, (backend,), {"get_builder_cls": staticmethod(lambda: builder)})
 
     transaction.set_function(module, _CREATE, create_chunked_local_attention_backend)
 
 
-class _CutOnDevice(BuilderBase):
-    """Goes before vLLM's builder, and marks its batches to be cut on the device."""
+class _BuiltEachStep(BuilderBase):
+    """Goes before vLLM's builder, and has each draft step built.
 
-    cuts_on_device = True
+    From 0.28 on builders say whether an update serves instead, and those of virtual batches inherit the answer. An
+    update cuts no batch, so later draft steps would attend to the lengths of the first.
+    """
+
     chunk: int
     """Tokens in a chunk, of the subclass that is made for it."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        # From 0.28 on vLLM's builders say this, and those of virtual batches inherit it. An update cuts no batch, so
-        # later draft steps would attend to the lengths of the first.
         self.supports_draft_decode_metadata_update = False
+
+
+class _CutOnDevice(_BuiltEachStep):
+    """Marks its batches to be cut on the device, too."""
+
+    cuts_on_device = True
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
         # vLLM's dummy runs build no such metadata, so the first request would wait for the kernels.
         compile_virtual_batches(self.chunk, self.chunk // self.kv_cache_spec.block_size, self.device)
 
