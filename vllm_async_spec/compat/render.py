@@ -39,7 +39,7 @@ _MEANINGS = {
     NOT_RUN: "no batch of a step ran, so there is no result",
     "not constructed": "the suite could not construct the builder",
     "wrong with slack": "built with an upper bound instead of exact lengths, the metadata has wrong values",
-    "wrong after updates": "metadata updated for the next draft step have values of the step before",
+    "wrong after updates": "metadata that were updated for the next draft step have wrong values",
     "changes the batch": "the builder changes metadata that all layers share",
     "kernels not validated": "some fields depend on kernels that did not run",
     "attention wrong": "with metadata built with an upper bound, attention differs from the reference",

@@ -20,12 +20,11 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-# Dummy weights are too small for attention to decide a draft.
 ARM = replace(SOAKS["0.32.0-V2-FLASHINFER"].subject, release=None, acceptance=None)
 
-HOW = {
+CHANGED = {
     "one graph": "",
-    "a graph for each step": "flashinfer_builder.__dict__['_drafts_by_single_tokens'] = lambda config: False",
+    "a graph for each step": "flashinfer_builder._drafts_by_single_tokens = lambda config: False",
     "lengths of the first step": """
 build, kept = flashinfer_builder.PlansFromBound.build, []
 
@@ -39,6 +38,7 @@ def stale(self, common_prefix_len, common_attn_metadata, fast_build=False):
 flashinfer_builder.PlansFromBound.build = stale
 """,
 }
+"""How the draft steps are made, and what changes the plugin so; the last is wrong."""
 
 SERVE = """
 import hashlib, json, sys
@@ -72,7 +72,8 @@ for load in loads:
     found[load.name] = [len(drafts), hashlib.sha256(str(drafts).encode()).hexdigest()]
 print("FOUND " + json.dumps(found))
 """
-"""Attention of drawn weights decides the drafts. The target accepts none, so all engines serve the same batches."""
+"""Attention of drawn weights decides the drafts, which dummy weights are too small for. The target accepts none, so
+all engines serve the same batches."""
 
 
 def test_one_graph_of_all_draft_steps_makes_the_drafts_of_a_graph_for_each(tmp_path: Path):
@@ -82,8 +83,8 @@ def test_one_graph_of_all_draft_steps_makes_the_drafts_of_a_graph_for_each(tmp_p
 
     if not hasattr(AttentionMetadataBuilder, "supports_draft_decode_metadata_update"):
         pytest.skip("this vLLM replays a graph for each draft step")
-    found = {how: _served(code, tmp_path) for how, code in HOW.items()}
-    one, each, stale = (found[how] for how in HOW)
+    found = {how: _served(code, tmp_path) for how, code in CHANGED.items()}
+    one, each, stale = (found[how] for how in CHANGED)
     assert one.pop("one graph") is stale.pop("one graph") is True
     assert each.pop("one graph") is False
     assert all(batches > 500 for batches, _ in one.values())
