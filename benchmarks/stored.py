@@ -16,8 +16,11 @@ from typing import Any
 from vllm_async_spec.compat.json_text import compact_json, packed, unpacked
 
 ARCHIVE = "archive.json.xz"
-_DIGITS = 4
+_DIGITS, _COARSE_DIGITS = 4, 3
 """Two turns of an arm rarely agree in more than three."""
+_COARSE = frozenset({"audit", "audits", "measured", "tokens_per_second"})
+"""Members whose floats have the smaller number of digits: in audits, under requests that come and go, and for servers,
+repeated measurements differ by more than that."""
 
 
 def read_json(path: Path) -> Any:
@@ -68,20 +71,23 @@ def keep(folder: Path, shorten: Callable[[Any], Any] = lambda found: found) -> l
 
 def write_archive(folder: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     """Make these results, by name, the folder's archive."""
-    texts = {name: compact_json(rounded(results[name], _DIGITS)).rstrip() for name in sorted(results)}
+    texts = {name: compact_json(rounded(results[name], _DIGITS, _COARSE_DIGITS)).rstrip() for name in sorted(results)}
     members = (f"{json.dumps(name)}: {text}" for name, text in texts.items())
     partial = folder / f"{ARCHIVE}.partial"
     partial.write_bytes(packed("{\n" + ",\n".join(members) + "\n}\n"))
     partial.replace(folder / ARCHIVE)
 
 
-def rounded(value: Any, digits: int) -> Any:
-    """The same with so many digits of each float."""
+def rounded(value: Any, digits: int, coarse_digits: int | None = None) -> Any:
+    """The same with so many digits of each float, and `coarse_digits` within the members that repeat less exactly."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):
-        return {name: rounded(each, digits) for name, each in value.items()}
-    return [rounded(each, digits) for each in value] if isinstance(value, list) else value
+        fewer = digits if coarse_digits is None else coarse_digits
+        return {
+            name: rounded(each, fewer if name in _COARSE else digits, coarse_digits) for name, each in value.items()
+        }
+    return [rounded(each, digits, coarse_digits) for each in value] if isinstance(value, list) else value
 
 
 def _archived(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -30,6 +30,7 @@ OneByOne = Annotated[
 ]
 
 CACHE = Path(".cache/benchmarks")
+_PLACES = ("--env", "--out", "--cache")
 _PAGE = 150
 """Width of a table that is written to a file, in characters."""
 
@@ -76,8 +77,19 @@ def failing(*errors: type[Exception]) -> Iterator[None]:
 
 
 def command_line() -> str:
-    """This command, which results keep."""
-    return f"python -m benchmarks {shlex.join(sys.argv[1:])}"
+    """This command, which results keep, without the options that name files and folders of this machine."""
+    return f"python -m benchmarks {shlex.join(without_places(sys.argv[1:]))}"
+
+
+def without_places(arguments: Sequence[str]) -> list[str]:
+    """A command's arguments without the options in `_PLACES`."""
+    kept, left = [], iter(arguments)
+    for each in left:
+        if each in _PLACES:
+            next(left, None)
+        elif each.partition("=")[0] not in _PLACES:
+            kept.append(each)
+    return kept
 
 
 def find_environments(given: list[str] | None, needed: str | None = None) -> dict[str, Path]:

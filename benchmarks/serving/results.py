@@ -31,6 +31,8 @@ SPEEDS: dict[str, Callable[[Row], float]] = {
     "tokens/s": lambda run: float(run["output_throughput"]),
 }
 """What arms are compared by, each larger where an arm is faster."""
+_DERIVED = ("seconds", "output_tokens", "request_throughput")
+"""Figures of a pass that follow from its load and its tokens/s."""
 
 
 class ServeFile:
@@ -138,9 +140,10 @@ class ServeFile:
 
 
 def shortened(found: Document) -> Document:
-    """A result without the hashes of the reference's tokens, which are more than half of its compressed size.
+    """A result without what no table has: figures that follow from others, and the hashes of the reference's tokens.
 
-    A run that is to compare another arm serves the reference's requests again. A result of anything else is unchanged.
+    The hashes are more than half of its compressed size. A run that is to compare another arm serves the reference's
+    requests again. A result of anything else is unchanged.
     """
     if "served" not in found:
         return found
@@ -148,7 +151,8 @@ def shortened(found: Document) -> Document:
         arm: {kind: {name: each for name, each in sample.items() if name != "hashes"} for kind, sample in kinds.items()}
         for arm, kinds in found["tokens"].items()
     }
-    return found | {"tokens": tokens}
+    measured = [{name: each for name, each in run.items() if name not in _DERIVED} for run in found["measured"]]
+    return found | {"tokens": tokens, "measured": measured}
 
 
 def read_served(path: Path) -> Document:
@@ -250,7 +254,7 @@ def _figures(found: list[Row]) -> Row:
     row: Row = {"n": len(found), "requests": sum(run["completed"] for run in found)}
     for latency in ("ttft", "tpot", "itl"):
         row[latency] = {share: _spread([run[latency][share] for run in found]) for share in found[0][latency]}
-    for name in ("output_throughput", "request_throughput", "request_goodput", "acceptance_length"):
+    for name in ("output_throughput", "request_goodput", "acceptance_length"):
         values = [run[name] for run in found if run.get(name) is not None]
         row[name] = _spread(values) if values else None
     return row

@@ -248,14 +248,17 @@ def test_tokens_that_differ_are_counted_and_are_a_fault_of_the_plugin_only(fakes
     )
 
 
-def test_an_archived_result_has_no_hashes_and_serves_them_again_for_an_arm_that_comes_later(fakes: Fakes):
+def test_an_archived_result_has_the_same_rows_but_no_hashes_and_serves_them_again_for_an_arm_that_comes_later(
+    fakes: Fakes,
+):
     path = fakes.folder / "result.json"
     fakes.run(only="stock,noop", loads="rate-2")
     whole = read_served(path)
     assert "hashes" in whole["tokens"]["stock"]["greedy"]
     short = shortened(whole)
     assert short["tokens"]["stock"]["greedy"].keys() == whole["tokens"]["stock"]["greedy"].keys() - {"hashes"}
-    assert {**short, "tokens": whole["tokens"]} == whole
+    assert summarise(short) == summarise(whole)
+    assert short.keys() == whole.keys()
     path.write_text(json.dumps(short))
     fakes.run(only="stock,noop", loads="rate-2")
     assert fakes.events.count("greedy stock") == 2

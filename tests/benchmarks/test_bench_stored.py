@@ -8,6 +8,7 @@ import pytest
 from bench_command import bench
 from bench_documents import STEADY, document
 
+from benchmarks.cli.common import command_line
 from benchmarks.results import RESULTS, read_result, result_files
 from benchmarks.stored import ARCHIVE, exists, files, keep, read_json, rounded, write_archive
 from vllm_async_spec.compat.json_text import unpacked
@@ -53,10 +54,15 @@ def test_a_file_goes_before_the_archive_until_it_is_kept_and_the_others_stay(tmp
     assert files(tmp_path, "[bc].json") == [tmp_path / "b.json", tmp_path / "c.json"]
 
 
-def test_the_archive_has_four_digits_of_each_float(tmp_path: Path):
-    written(tmp_path, a={"rows": [2 / 3, 123456789, {"us": 98765.4321}]})
+def test_the_archive_has_four_digits_of_each_float_and_three_where_repeats_differ_more(tmp_path: Path):
+    written(tmp_path, a={"rows": [2 / 3, 123456789, {"us": 98765.4321, "tokens_per_second": 1234.5}]})
+    written(tmp_path, b={"measured": [{"tpot": {"p50": 2.3456}}], "audits": {"decode-1": {"step_ms": [98765.4321]}}})
     keep(tmp_path)
-    assert read_json(tmp_path / "a.json") == {"rows": [0.6667, 123456789, {"us": 98770.0}]}
+    assert read_json(tmp_path / "a.json") == {"rows": [0.6667, 123456789, {"us": 98770.0, "tokens_per_second": 1230.0}]}
+    assert read_json(tmp_path / "b.json") == {
+        "measured": [{"tpot": {"p50": 2.35}}],
+        "audits": {"decode-1": {"step_ms": [98800.0]}},
+    }
 
 
 def test_what_a_caller_changes_is_not_read_again(tmp_path: Path):
@@ -66,10 +72,15 @@ def test_what_a_caller_changes_is_not_read_again(tmp_path: Path):
 
 
 def test_the_command_keeps_the_files_of_a_folder(results: Path):
-    written(results, a={"of": 1}, b={"served": 1, "tokens": {"stock": {"greedy": {"requests": 2, "hashes": "ab"}}}})
+    tokens = {"stock": {"greedy": {"requests": 2, "hashes": "ab"}}}
+    written(results, a={"of": 1}, b={"served": 1, "tokens": tokens, "measured": [{"pass": 0, "seconds": 7.5}]})
     done = bench("keep")
     assert (done.exit_code, read_json(results / "a.json")) == (0, {"of": 1})
-    assert read_json(results / "b.json")["tokens"] == {"stock": {"greedy": {"requests": 2}}}
+    assert read_json(results / "b.json") == {
+        "served": 1,
+        "tokens": {"stock": {"greedy": {"requests": 2}}},
+        "measured": [{"pass": 0}],
+    }
     done = bench("keep")
     assert "nothing was done" in done.output
 
@@ -99,3 +110,19 @@ def test_a_damaged_archive_is_told_and_not_replaced(content: bytes, results: Pat
 def test_the_archive_is_as_this_version_writes_it(tmp_path: Path):
     write_archive(tmp_path, json.loads(unpacked(RESULTS / ARCHIVE)))
     assert unpacked(RESULTS / ARCHIVE) == unpacked(tmp_path / ARCHIVE)
+
+
+def test_results_keep_the_command_without_places_of_this_machine(monkeypatch: pytest.MonkeyPatch):
+    asked = [
+        "run",
+        "defaults-8b",
+        "--out",
+        "/root/res",
+        "--env",
+        "0.32.0=/root/env.sh",
+        "--cache=/tmp/c",
+        "--seconds",
+        "1",
+    ]
+    monkeypatch.setattr("sys.argv", ["benchmarks", *asked])
+    assert command_line() == "python -m benchmarks run defaults-8b --seconds 1"
