@@ -19,8 +19,8 @@ ARCHIVE = "archive.json.xz"
 _DIGITS, _COARSE_DIGITS = 4, 3
 """Two turns of an arm rarely agree in more than three."""
 _COARSE = frozenset({"audit", "audits", "measured", "tokens_per_second"})
-"""Members whose floats have the smaller number of digits: in audits, under requests that come and go, and for servers,
-repeated measurements differ by more than that."""
+"""Members whose floats have the smaller number of digits. Audits, passes of servers and mixed loads repeat less
+exactly. Where all requests decode, arms are compared by the time of a step, and not by tokens/s."""
 
 
 def read_json(path: Path) -> Any:
