@@ -4,10 +4,12 @@ WORDS of a figure in a sentence:
 
     control BACKEND                speed of the plugin turned off, stock = 1: mean of all results, and interval
     ratios RESULT ARM LOAD         lowest and highest ratio of an arm's speed to the reference's, such as "1.9 to 2.5"
-    tpot RESULT ARM LOAD SHARE     a served arm's time per output token in ms; SHARE is p50, p90 or p99
+    shorter LATENCY SHARE          served loads in which the plugin's latency is shorter than the reference's, of all
     tokens RESULT ARM              a served arm's requests with other tokens than the reference's, of all compared
+    tpot RESULT ARM LOAD SHARE     a served arm's time per output token in ms
 
-RESULT and LOAD may end in `*`.
+LATENCY is ttft, tpot or itl, and SHARE p50, p90 or p99: medians over passes. RESULT and LOAD may have a `*`, but RESULT
+of `tpot` may not.
 """
 
 import re
@@ -18,7 +20,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arms import tensor_ranks
+from benchmarks.arms import Plugin, tensor_ranks
 from benchmarks.plans.defaults import PUBLISHED, SEVERAL_GPUS, VARIANTS
 from benchmarks.present import Grid, notes, ratio, speed
 from benchmarks.results import read_result
@@ -235,13 +237,38 @@ def _tpot(results: Path, name: str, arm: str, load: str, share: str) -> str:
     return f"{rows[0]['tpot'][share]['median']:.1f}"
 
 
+def _shorter(results: Path, latency: str, share: str) -> str:
+    pairs = []
+    for document in map(read_served, served_files(results)):
+        plan, rows = document["plan"], summarise(document)
+        found = {(row["arm"], row["machine"], row["load"]): row[latency][share]["median"] for row in rows}
+        for (arm, *place), median in found.items():
+            reference = found.get((plan["reference"], *place))
+            if arm == Plugin.ON.value and reference is not None:
+                pairs.append(median < reference)
+    if not pairs:
+        raise LookupError("no served result has the plugin and its reference")
+    return f"{sum(pairs)} of {len(pairs)}"
+
+
 def _tokens(results: Path, name: str, arm: str) -> str:
-    document = _one(results, name)
-    compared = sum(document["tokens"][arm][kind]["requests"] for kind in unlike(document, arm))
-    return f"{sum(unlike(document, arm).values())} of {compared:,}"
+    different = compared = 0
+    for path in files(results, f"{name}.json"):
+        document = read_served(path)
+        different += sum(unlike(document, arm).values())
+        compared += sum(document["tokens"][arm][kind]["requests"] for kind in unlike(document, arm))
+    if not compared:
+        raise LookupError("there is no such comparison")
+    return f"{different} of {compared:,}"
 
 
-_FIGURES: dict[str, Callable[..., str]] = {"control": _control, "ratios": _ratios, "tpot": _tpot, "tokens": _tokens}
+_FIGURES: dict[str, Callable[..., str]] = {
+    "control": _control,
+    "ratios": _ratios,
+    "shorter": _shorter,
+    "tokens": _tokens,
+    "tpot": _tpot,
+}
 
 
 def _one(results: Path, name: str) -> dict[str, Any]:

@@ -305,6 +305,20 @@ def test_a_page_gets_the_table_of_a_served_result(tmp_path: Path):
     assert "| rate-2 | plugin | 14 / 26 / 28 |" in tables.make_table("serve-tiny", tmp_path, tmp_path / "page.md")
 
 
+def test_figures_of_all_served_results_count_their_loads_and_requests(tmp_path: Path):
+    with pytest.raises(LookupError, match="no served result has the plugin"):
+        published.in_words_of(["shorter", "tpot", "p99"], tmp_path)
+    with pytest.raises(LookupError, match="no such comparison"):
+        published.in_words_of(["tokens", "serve-*", "plugin"], tmp_path)
+    written(tmp_path / "serve-a.json", {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
+    slow = written(tmp_path / "serve-b.json", {"stock": 1.0, "noop": 1.0, "plugin": 0.9})
+    slow.document["tokens"]["plugin"]["seeded"]["different"] = 2
+    slow.path.write_text(json.dumps(slow.document))
+    assert published.in_words_of(["shorter", "tpot", "p99"], tmp_path) == "3 of 6"
+    assert published.in_words_of(["tokens", "serve-a", "plugin"], tmp_path) == "0 of 16"
+    assert published.in_words_of(["tokens", "serve-*", "plugin"], tmp_path) == "2 of 32"
+
+
 def test_every_served_result_has_a_section_with_its_figure(tmp_path: Path):
     plan = dataclasses.replace(PLAN, name="serve-8b", arms=tuple(dataclasses.replace(arm, shape="8b") for arm in ARMS))
     speeds = {"stock": 1.0, "noop": 1.0, "plugin": 2.0, "FLASH_ATTN": 1.6}
