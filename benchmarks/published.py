@@ -238,6 +238,7 @@ def _tpot(results: Path, name: str, arm: str, load: str, share: str) -> str:
 
 
 def _shorter(results: Path, latency: str, share: str) -> str:
+    """Arms are compared by load, and on one machine only."""
     pairs = []
     for document in map(read_served, served_files(results)):
         plan, rows = document["plan"], summarise(document)
@@ -254,7 +255,7 @@ def _shorter(results: Path, latency: str, share: str) -> str:
 def _tokens(results: Path, name: str, arm: str) -> str:
     different = compared = 0
     for path in files(results, f"{name}.json"):
-        document = read_served(path)
+        document = _one(results, path.stem)
         different += sum(unlike(document, arm).values())
         compared += sum(document["tokens"][arm][kind]["requests"] for kind in unlike(document, arm))
     if not compared:

@@ -317,6 +317,9 @@ def test_figures_of_all_served_results_count_their_loads_and_requests(tmp_path: 
     assert published.in_words_of(["shorter", "tpot", "p99"], tmp_path) == "3 of 6"
     assert published.in_words_of(["tokens", "serve-a", "plugin"], tmp_path) == "0 of 16"
     assert published.in_words_of(["tokens", "serve-*", "plugin"], tmp_path) == "2 of 32"
+    (tmp_path / "serve-no.json").write_text("{}")
+    with pytest.raises(LookupError, match="serve-no is no result of a served plan"):
+        published.in_words_of(["tokens", "serve-*", "plugin"], tmp_path)
 
 
 def test_every_served_result_has_a_section_with_its_figure(tmp_path: Path):

@@ -113,16 +113,6 @@ def test_the_archive_is_as_this_version_writes_it(tmp_path: Path):
 
 
 def test_results_keep_the_command_without_places_of_this_machine(monkeypatch: pytest.MonkeyPatch):
-    asked = [
-        "run",
-        "defaults-8b",
-        "--out",
-        "/root/res",
-        "--env",
-        "0.32.0=/root/env.sh",
-        "--cache=/tmp/c",
-        "--seconds",
-        "1",
-    ]
-    monkeypatch.setattr("sys.argv", ["benchmarks", *asked])
+    asked = "run defaults-8b --out /root/res --env 0.32.0=/root/env.sh --cache=/tmp/c --seconds 1"
+    monkeypatch.setattr("sys.argv", ["benchmarks", *asked.split()])
     assert command_line() == "python -m benchmarks run defaults-8b --seconds 1"
