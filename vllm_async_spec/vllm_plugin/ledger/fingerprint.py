@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def fingerprints(source: str, qualnames: Iterable[str]) -> dict[str, str]:
-    """The fingerprints of classes and functions in a module's source, by dotted name: 16 hexadecimal digits each.
+    """The fingerprints of classes and functions in a module's source, by dotted name: 8 hexadecimal digits each.
 
     They are the same under every supported Python: newer ones only add fields that are empty, and empty fields are
     skipped. Names that the module does not define are left out.
@@ -17,7 +17,7 @@ def fingerprints(source: str, qualnames: Iterable[str]) -> dict[str, str]:
     tree = ast.parse(source)
     nodes = {qualname: _definition(tree, qualname) for qualname in qualnames}
     return {
-        qualname: hashlib.sha256(_canonical(node).encode()).hexdigest()[:16]
+        qualname: hashlib.sha256(_canonical(node).encode()).hexdigest()[:8]
         for qualname, node in nodes.items()
         if node is not None
     }
