@@ -1,9 +1,9 @@
 """Comparisons as plain data: an arm is one way of serving, a plan is arms, loads and the order of turns."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from benchmarks.loads import Load
 from benchmarks.shapes import Method, find_shape
@@ -159,6 +159,14 @@ class Plan:
         """The arms whose name contains `only`, or one of several with commas between; all arms if empty."""
         return [arm for arm in self.arms if any(part in arm.name for part in only.split(","))]
 
+    def chosen(self, loads: str) -> list[Load]:
+        """The loads of these names, with commas between; all loads if empty.
+
+        Raises:
+            PlanError: no load has one of these names.
+        """
+        return among(self.name, self.loads, "load", "loads", loads)
+
     def audits(self, number: int, arm: Arm) -> tuple[str, ...]:
         """Loads under which `arm` is audited at the end of its turn in pass `number`.
 
@@ -180,3 +188,24 @@ class Plan:
 
 class PlanError(ValueError):
     """A plan can't be run; the message says why and what to do."""
+
+
+class _Part(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_OfPlan = TypeVar("_OfPlan", bound=_Part)
+
+
+def among(plan: str, parts: Sequence[_OfPlan], kind: str, option: str, given: str) -> list[_OfPlan]:
+    """The parts of the plan called `plan` whose names are `given`, with commas between; all if that is empty.
+
+    Raises:
+        PlanError: no part has one of these names; the message calls it a `kind`, and names the option.
+    """
+    names = [name.strip() for name in given.split(",")] if given else [part.name for part in parts]
+    known = [part.name for part in parts]
+    if unknown := [name for name in names if name not in known]:
+        raise PlanError(f"plan {plan!r} has no {kind} {unknown[0]!r}; --{option} takes {', '.join(known)}")
+    return [part for part in parts if part.name in names]

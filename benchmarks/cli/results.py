@@ -53,6 +53,7 @@ app = typer.Typer()
 def run(
     plan: Annotated[str, typer.Argument(help=f"One of: {', '.join(PLANS)}.")],
     only: Annotated[str, typer.Option(help="Run only arms whose name contains this, or one of several: a,b.")] = "",
+    loads: Annotated[str, typer.Option(help="Only these loads of the plan: a,b; with --name.")] = "",
     env: Env = None,
     out: Out = RESULTS,
     name: Name = "",
@@ -75,7 +76,8 @@ def run(
     Exit code 0: the file has all requested turns; 1: turns are left, or a turn failed; 2: this machine can't run them.
     """
     try:
-        chosen = adjusted(find_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one, engine=engine, name=name)
+        asked = with_loads(find_plan(plan), loads, name)
+        chosen = adjusted(asked, turns, seconds, audit=audit, one_by_one=one_by_one, engine=engine, name=name)
         path = out / f"{name or chosen.name}.json"
         result = ResultFile(path, chosen, fresh=fresh)
         runner = Runner(chosen, result, command=command_line(), envs=find_environments(env), cache=cache, report=say)
@@ -178,6 +180,21 @@ def adjusted(
         audited=plan.audited if audit else (),
         keep=plan.keep and not one_by_one,
     )
+
+
+def with_loads(plan: Plan, loads: str, name: str) -> Plan:
+    """The plan with only some of its loads, by their names, for a result of another name.
+
+    Raises:
+        PlanError: the plan has no such load, or the name is the plan's.
+    """
+    if not loads:
+        return plan
+    if name in ("", plan.name):
+        raise PlanError(f"--loads needs a --name other than {plan.name}, which stands for all loads of the plan")
+    chosen = tuple(plan.chosen(loads))
+    audited = {load.name for load in chosen} & {*plan.audited}
+    return dataclasses.replace(plan, loads=chosen, audited=tuple(load for load in plan.audited if load in audited))
 
 
 def with_engine(plan: AnyPlan, options: str, name: str) -> AnyPlan:

@@ -1,10 +1,9 @@
 """Plans of servers as plain data: arms, the loads that a client puts on them, and the order of steps."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from benchmarks.arms import Arm, PlanError
+from benchmarks.arms import Arm, PlanError, among
 from benchmarks.audited import AUDIT_STEPS
 
 _FEWEST = 4
@@ -30,9 +29,6 @@ class ServeLoad:
     def requests(self, seconds: float) -> int:
         """Requests that keep a server busy for about this long."""
         return max(self.concurrency or 0, _FEWEST, round(seconds * (self.rate or self.each_second)))
-
-
-Named = TypeVar("Named", Arm, ServeLoad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ class ServePlan:
         Raises:
             PlanError: no arm has one of these names.
         """
-        return self._among(self.arms, "arm", "only", only)
+        return among(self.name, self.arms, "arm", "only", only)
 
     def chosen(self, loads: str) -> list[ServeLoad]:
         """The loads of these names, with commas between; all loads if empty.
@@ -81,14 +77,7 @@ class ServePlan:
         Raises:
             PlanError: no load has one of these names.
         """
-        return self._among(self.loads, "load", "loads", loads)
-
-    def _among(self, all_: Sequence[Named], kind: str, option: str, given: str) -> list[Named]:
-        names = [name.strip() for name in given.split(",")] if given else [each.name for each in all_]
-        if unknown := [name for name in names if name not in {each.name for each in all_}]:
-            known = ", ".join(each.name for each in all_)
-            raise PlanError(f"plan {self.name!r} has no {kind} {unknown[0]!r}; --{option} takes {known}")
-        return [each for each in all_ if each.name in names]
+        return among(self.name, self.loads, "load", "loads", loads)
 
 
 @dataclass(frozen=True, slots=True)

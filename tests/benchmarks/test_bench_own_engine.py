@@ -1,4 +1,4 @@
-"""A plan of one's own: the arms of another with more engine arguments, under another name."""
+"""A plan of one's own: another with more engine arguments or fewer loads, under another name."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from bench_command import bench
 
 from benchmarks.arms import PlanError
-from benchmarks.cli.results import with_engine
+from benchmarks.cli.results import with_engine, with_loads
 from benchmarks.plans import find_plan
 from benchmarks.plans.serving import find_serve_plan
 from benchmarks.results import ResultFile
@@ -69,3 +69,27 @@ def test_a_result_of_other_settings_is_not_continued(tmp_path: Path):
     ResultFile(path, with_engine(plan, '{"max_num_seqs": 4}', "mine"))
     with pytest.raises(PlanError, match=r"mine\.json"):
         ResultFile(path, with_engine(plan, '{"max_num_seqs": 8}', "mine"))
+
+
+def test_fewer_loads_are_measured_and_audited_in_the_plans_order():
+    plan = find_plan("v1-1b-0.26.0")
+    own = with_loads(plan, "mixed, decode-1", "mine")
+    assert [load.name for load in own.loads] == [load.name for load in plan.loads if load.name in ("decode-1", "mixed")]
+    assert own.audited == tuple(load for load in plan.audited if load in ("decode-1", "mixed")) != plan.audited
+    assert with_loads(plan, "", "") is plan
+
+
+@pytest.mark.parametrize(
+    ("loads", "name", "sentence"),
+    [
+        ("decode-1", "", "--loads needs a --name other than defaults-8b, which stands for all loads of the plan\n"),
+        ("decode-1", "defaults-8b", "--loads needs a --name other than defaults-8b, "),
+        ("decode-1,decode-2", "mine", "plan 'defaults-8b' has no load 'decode-2'; --loads takes decode-1, decode-8, "),
+    ],
+)
+def test_a_mistake_in_loads_is_one_sentence(loads: str, name: str, sentence: str, tmp_path: Path):
+    named = ["--name", name] if name else []
+    done = bench("run", "defaults-8b", "--loads", loads, "--out", str(tmp_path), *named)
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("benchmarks: " + sentence)
+    assert not [*tmp_path.iterdir()]
