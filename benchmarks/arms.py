@@ -152,8 +152,7 @@ class Plan:
     """Loads under which each rank of engines with the plugin loaded is audited, see `audits`."""
 
     def __post_init__(self) -> None:
-        if self.turns % 2:
-            raise PlanError(f"{self.turns} turns can't be balanced; a comparison needs an even number of turns")
+        check_turns(self.turns)
 
     def named(self, only: str) -> list[Arm]:
         """The arms whose name contains `only`, or one of several with commas between; all arms if empty."""
@@ -188,6 +187,12 @@ class Plan:
 
 class PlanError(ValueError):
     """A plan can't be run; the message says why and what to do."""
+
+
+def check_turns(turns: int) -> None:
+    """Raise PlanError if the number of turns is odd."""
+    if turns % 2:
+        raise PlanError(f"--turns is {turns}; it must be even, because every other turn runs the arms backwards")
 
 
 class _Part(Protocol):

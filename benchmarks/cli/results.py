@@ -192,9 +192,9 @@ def with_loads(plan: Plan, loads: str, name: str) -> Plan:
         return plan
     if name in ("", plan.name):
         raise PlanError(f"--loads needs a --name other than {plan.name}, which stands for all loads of the plan")
-    chosen = tuple(plan.chosen(loads))
-    audited = {load.name for load in chosen} & {*plan.audited}
-    return dataclasses.replace(plan, loads=chosen, audited=tuple(load for load in plan.audited if load in audited))
+    chosen = {load.name: load for load in plan.chosen(loads)}
+    audited = tuple(name for name in plan.audited if name in chosen)
+    return dataclasses.replace(plan, loads=tuple(chosen.values()), audited=audited)
 
 
 def with_engine(plan: AnyPlan, options: str, name: str) -> AnyPlan:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.arms import Arm, PlanError, among
+from benchmarks.arms import Arm, among, check_turns
 from benchmarks.audited import AUDIT_STEPS
 
 _FEWEST = 4
@@ -60,8 +60,7 @@ class ServePlan:
     """Greedy requests, and as many seeded requests, whose tokens are compared with the reference's."""
 
     def __post_init__(self) -> None:
-        if self.turns % 2:
-            raise PlanError(f"{self.turns} turns can't be balanced; a comparison needs an even number of turns")
+        check_turns(self.turns)
 
     def named(self, only: str) -> list[Arm]:
         """The arms whose name is `only`, or one of several with commas between; all arms if empty.

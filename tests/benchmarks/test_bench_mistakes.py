@@ -81,7 +81,10 @@ from bench_command import bench
             "the cases need a GPU, and this machine has none; run them where there is one, or give --cpu",
         ),
         (["run", "nothing"], "there is no plan 'nothing'; there are overhead-tiny"),
-        (["run", "overhead-tiny", "--turns", "3"], "3 turns can't be balanced"),
+        (
+            ["run", "overhead-tiny", "--turns", "3"],
+            "--turns is 3; it must be even, because every other turn runs the arms backwards",
+        ),
         (["run", "overhead-tiny", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
         (["run", "overhead-tiny", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),
         (["show", "--against", "nobody"], "has no arm 'nobody'; it has"),

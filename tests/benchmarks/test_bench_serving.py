@@ -232,7 +232,7 @@ def test_facts_say_how_data_parallel_engines_exchange_tokens(engines: int, exper
 
 
 def test_an_odd_number_of_turns_is_refused():
-    with pytest.raises(PlanError, match="3 turns can't be balanced"):
+    with pytest.raises(PlanError, match="--turns is 3; it must be even"):
         ServePlan("a plan", "", (), (), turns=3)
 
 
