@@ -29,8 +29,10 @@ class Grid:
         return "\n".join(lines) + "\n"
 
     def table(self, title: str) -> Table:
-        """The table for the terminal."""
-        shown = Table(*self.head, title=title)
+        """The table for the terminal, which cuts off no number."""
+        shown = Table(title=title)
+        for name in self.head:
+            shown.add_column(name, overflow="fold")
         for row in self.rows:
             shown.add_row(*map(escape, row))
         return shown

@@ -16,7 +16,6 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from benchmarks.plans.defaults import PUBLISHED, SEVERAL_GPUS, VARIANTS
 from benchmarks.present import Grid, notes, ratio, speed
 from benchmarks.results import read_result
 from benchmarks.serving.results import find_served, read_served, served_files, summarise, unlike
-from benchmarks.serving.table import against_grid, compared, serve_grid, serve_notes
+from benchmarks.serving.table import against_grid, compared, halves, serve_grid, serve_notes
 from benchmarks.starts import starts_grid
 from benchmarks.statistics import paired_ratio
 from benchmarks.stored import files
@@ -162,7 +161,7 @@ def served_table(document: dict[str, Any], name: str) -> str:
     rates = {row["rate"] for row in summarise(document)} - {None}
     arms = {run["arm"] for run in document["measured"]}
     parts = [f"![TPOT against the request rate](assets/results/{name}.svg)\n"] * (len(rates) > 1)
-    parts += [each.markdown() for each in _halves(serve_grid(document))]
+    parts += [each.markdown() for each in halves(serve_grid(document))]
     lines = serve_notes(document)
     if {"plugin", "FLASH_ATTN"} <= arms:
         parts.append(against_grid(document, "plugin", "FLASH_ATTN").markdown())
@@ -172,17 +171,6 @@ def served_table(document: dict[str, Any], name: str) -> str:
             cells = {f"{row['load']} ({name})": found for row in rows for name, found in row["ratios"].items()}
             lines.append(_behind(other, cells))
     return "\n".join([*parts, *(f"- {note}" for note in lines), ""])
-
-
-def _halves(whole: Grid) -> list[Grid]:
-    """A table as two that fit on a page: its latencies, and all else."""
-    both = {"machine", "load", "arm", "n"}
-    latencies = [name in both or ", ms" in name for name in whole.head]
-    others = [name in both or not latency for name, latency in zip(whole.head, latencies, strict=True)]
-    return [
-        Grid([*compress(whole.head, chosen)], [[*compress(row, chosen)] for row in whole.rows])
-        for chosen in (latencies, others)
-    ]
 
 
 def starts(results: Path) -> str:

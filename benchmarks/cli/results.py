@@ -17,6 +17,7 @@ from benchmarks.cli.common import (
     OneByOne,
     Out,
     command_line,
+    console,
     fail,
     fail_interrupted,
     failing,
@@ -31,7 +32,7 @@ from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read
 from benchmarks.runner import Runner
 from benchmarks.serving.plan import ServePlan
 from benchmarks.serving.results import find_served, served_files, shortened
-from benchmarks.serving.table import serve_grid, serve_notes
+from benchmarks.serving.table import halves, serve_grid, serve_notes
 from benchmarks.shapes import ShapeError
 from benchmarks.stored import ARCHIVE, exists
 from benchmarks.stored import keep as keep_files
@@ -227,8 +228,11 @@ def _read(path: Path, *, traces: bool = False) -> dict[str, Any]:
 
 
 def show_served(document: dict[str, Any]) -> None:
-    found = serve_grid(document)
-    tell(document, found.table(document["plan"]["about"]) if found.rows else None, serve_notes(document))
+    """Print a served result: its latencies, all else, and its notes."""
+    for half in halves(serve_grid(document)):
+        if half.rows:
+            console.print(half.table(document["plan"]["about"]))
+    tell(document, None, serve_notes(document))
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """A served plan's result as a table and notes, for the terminal and for the documents alike."""
 
+from itertools import compress
+
 from benchmarks.facts import captions
 from benchmarks.present import Grid
 from benchmarks.serving.results import SPEEDS, Document, engines, machines, starts, summarise, unlike
@@ -30,6 +32,17 @@ def serve_grid(document: Document) -> Grid:
         "n",
     ]
     return Grid(head, [[*[str(row["machine"] + 1)] * several, *_row(row, audited=audited)] for row in rows])
+
+
+def halves(whole: Grid) -> list[Grid]:
+    """A table as two that fit on a page: its latencies, and all else."""
+    both = {"machine", "load", "arm", "n"}
+    latencies = [name in both or ", ms" in name for name in whole.head]
+    others = [name in both or not latency for name, latency in zip(whole.head, latencies, strict=True)]
+    return [
+        Grid([*compress(whole.head, chosen)], [[*compress(row, chosen)] for row in whole.rows])
+        for chosen in (latencies, others)
+    ]
 
 
 def compared(document: Document, arm: str, other: str) -> list[Row]:

@@ -351,6 +351,7 @@ def test_show_and_plot_take_a_served_result(tmp_path: Path):
     shown = bench("show", str(path))
     assert shown.exit_code == 0
     assert "Latencies that nobody measured" in shown.stdout
+    assert shown.stdout.count("rate-2") == 2 * len(PLAN.arms)  # latencies, and all else
     shown = bench("show", str(path), "--against", "plugin")
     assert "plugin =" in shown.stdout
     refused = bench("show", str(path), "--against", "none")

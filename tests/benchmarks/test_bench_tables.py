@@ -1,6 +1,7 @@
 """Tables of documents and figures, from results."""
 
 import dataclasses
+import io
 import json
 import re
 from pathlib import Path
@@ -9,12 +10,13 @@ from types import ModuleType
 import pytest
 from bench_command import bench
 from bench_documents import FACTS, PLAN, STEADY, document
+from rich.console import Console
 from test_bench_waits_page import generated
 
 from benchmarks import published
 from benchmarks.arms import Acceptance
 from benchmarks.plans import find_plan
-from benchmarks.present import notes
+from benchmarks.present import Grid, notes
 from benchmarks.results import RESULTS, result_files, trace_files
 from benchmarks.serving.results import served_files
 from benchmarks.tables import TableError, documents, rewrite
@@ -193,3 +195,10 @@ def test_a_result_of_another_schema_is_refused(tmp_path: Path):
 
 def test_a_plan_without_any_turn_has_nothing_to_show():
     assert document({}, dataclasses.replace(PLAN))["summary"] == []
+
+
+def test_a_narrow_terminal_gets_every_number():
+    """A cell that does not fit goes on in the next line."""
+    printed = io.StringIO()
+    Console(width=16, file=printed).print(Grid(("speed",), [("1.234 (1.111111-1.357777)",)]).table("title"))
+    assert "1.234(1.111111-1.357777)" in "".join(re.findall(r"[\d.()-]", printed.getvalue()))

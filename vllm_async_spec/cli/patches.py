@@ -125,7 +125,9 @@ def _print(verdicts: list[Verdict], release: str | None, as_json: bool) -> None:
         ]
         typer.echo(json.dumps({"release": release, "patches": rows}, indent=2))
         return
-    table = Table("patch", "verdict", "as in", "fingerprint", title=f"vLLM {release or 'of an unknown release'}")
+    table = Table(title=f"vLLM {release or 'of an unknown release'}")
+    for name in ("patch", "verdict", "as in", "fingerprint"):
+        table.add_column(name, overflow="fold", no_wrap=name == "patch")
     for v in verdicts:
         codes = "" if v.match is Match.NOT_NEEDED else ", ".join(v.fingerprints.values()) or "absent"
         table.add_row(v.patch, f"[{_STYLE[v.match]}]{v.match.value}[/]", v.release or "", codes)

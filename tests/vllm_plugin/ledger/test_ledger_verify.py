@@ -148,3 +148,10 @@ def test_an_update_that_cannot_be_made_says_why_and_changes_nothing(ledger, sour
     assert message in done.output
     assert "Traceback" not in done.output
     assert {path.name: path.read_text() for path in ledger.iterdir()} == before
+
+
+def test_a_narrow_terminal_gets_whole_names(ledger: Path, source: Path):
+    name = "a-patch-with-a-name-of-fifty-characters-for-a-table"
+    (ledger / "double.toml").rename(ledger / f"{name}.toml")
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["patches", "verify", "--vllm-source", str(source)])
+    assert f" {name} " in shown.output
