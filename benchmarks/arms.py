@@ -158,14 +158,6 @@ class Plan:
         """The arms whose name contains `only`, or one of several with commas between; all arms if empty."""
         return [arm for arm in self.arms if any(part in arm.name for part in only.split(","))]
 
-    def chosen(self, loads: str) -> list[Load]:
-        """The loads of these names, with commas between; all loads if empty.
-
-        Raises:
-            PlanError: no load has one of these names.
-        """
-        return among(self.name, self.loads, "load", "loads", loads)
-
     def audits(self, number: int, arm: Arm) -> tuple[str, ...]:
         """Loads under which `arm` is audited at the end of its turn in pass `number`.
 

@@ -244,8 +244,9 @@ def _tokens(results: Path, name: str, arm: str) -> str:
     different = compared = 0
     for path in files(results, f"{name}.json"):
         document = _one(results, path.stem)
-        different += sum(unlike(document, arm).values())
-        compared += sum(document["tokens"][arm][kind]["requests"] for kind in unlike(document, arm))
+        found = unlike(document, arm)
+        different += sum(found.values())
+        compared += sum(document["tokens"][arm][kind]["requests"] for kind in found)
     if not compared:
         raise LookupError("there is no such comparison")
     return f"{different} of {compared:,}"

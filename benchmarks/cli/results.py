@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from benchmarks.arms import Plan, PlanError
+from benchmarks.arms import Plan, PlanError, among
 from benchmarks.cli.common import (
     CACHE,
     Cache,
@@ -191,10 +191,9 @@ def with_loads(plan: Plan, loads: str, name: str) -> Plan:
     """
     if not loads:
         return plan
-    if name in ("", plan.name):
-        raise PlanError(f"--loads needs a --name other than {plan.name}, which stands for all loads of the plan")
-    chosen = {load.name: load for load in plan.chosen(loads)}
-    audited = tuple(name for name in plan.audited if name in chosen)
+    _insist_on_name("--loads", plan, name, "all loads of the plan")
+    chosen = {load.name: load for load in among(plan.name, plan.loads, "load", "loads", loads)}
+    audited = tuple(load for load in plan.audited if load in chosen)
     return dataclasses.replace(plan, loads=tuple(chosen.values()), audited=audited)
 
 
@@ -211,13 +210,18 @@ def with_engine(plan: AnyPlan, options: str, name: str) -> AnyPlan:
         given = json.loads(options)
     if not isinstance(given, dict) or not given:
         raise PlanError(f"--engine is {options!r}; it must be a JSON object of engine arguments, such as {_EXAMPLE}")
-    if name in ("", plan.name):
-        raise PlanError(f"--engine needs a --name other than {plan.name}, which stands for the plan's own settings")
+    _insist_on_name("--engine", plan, name, "the plan's own settings")
     for option in given:
         if len({json.dumps(arm.engine.get(option), sort_keys=True) for arm in plan.arms}) > 1:
             raise PlanError(f"--engine sets {option}, in which the arms of {plan.name} differ; leave it out")
     arms = tuple(dataclasses.replace(arm, engine={**arm.engine, **given}) for arm in plan.arms)
     return dataclasses.replace(plan, name=name, about=f"{plan.about}, with {json.dumps(given)}", arms=arms)
+
+
+def _insist_on_name(option: str, plan: AnyPlan, name: str, standing: str) -> None:
+    """Raise PlanError if a result of `option` would have the plan's name, which stands for `standing`."""
+    if name in ("", plan.name):
+        raise PlanError(f"{option} needs a --name other than {plan.name}, which stands for {standing}")
 
 
 def _read(path: Path, *, traces: bool = False) -> dict[str, Any]:

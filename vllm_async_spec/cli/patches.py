@@ -54,9 +54,7 @@ def list_patches(as_json: AsJson = False) -> None:
         ]
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table()
-    for name in ("patch", "releases", "what it changes in vLLM", "deleted when"):
-        table.add_column(name, overflow="fold", no_wrap=name == "patch")
+    table = _table("patch", "releases", "what it changes in vLLM", "deleted when")
     for spec in specs:
         table.add_row(spec.name, ", ".join(release_runs(specs, spec)), spec.summary, spec.remove_when)
     Console().print(table)
@@ -125,13 +123,20 @@ def _print(verdicts: list[Verdict], release: str | None, as_json: bool) -> None:
         ]
         typer.echo(json.dumps({"release": release, "patches": rows}, indent=2))
         return
-    table = Table(title=f"vLLM {release or 'of an unknown release'}")
-    for name in ("patch", "verdict", "as in", "fingerprint"):
-        table.add_column(name, overflow="fold", no_wrap=name == "patch")
+    title = f"vLLM {release or 'of an unknown release'}"
+    table = _table("patch", "verdict", "as in", "fingerprint", title=title)
     for v in verdicts:
         codes = "" if v.match is Match.NOT_NEEDED else ", ".join(v.fingerprints.values()) or "absent"
         table.add_row(v.patch, f"[{_STYLE[v.match]}]{v.match.value}[/]", v.release or "", codes)
     Console().print(table)
+
+
+def _table(*names: str, title: str | None = None) -> Table:
+    """A table with these columns that cuts nothing off, and breaks no patch's name."""
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name, overflow="fold", no_wrap=name == "patch")
+    return table
 
 
 def _update(specs: Sequence[PatchSpec], source: Path, changed: list[Verdict]) -> None:
