@@ -63,6 +63,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         self._servers: dict[str, tuple[Server, contextlib.ExitStack]] = {}
         self._clients: dict[str | None, tuple[json_child.Child, contextlib.ExitStack]] = {}
         self._ready: set[str | None] = set()
+        self._ports: set[int] = set()
 
     def __exit__(self, *error: Any) -> None:
         ending = contextlib.ExitStack()
@@ -137,7 +138,8 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
     def _begin(
         self, arm: Arm, beside: int, *, audit: bool
     ) -> tuple[Arm, json_child.Child, int, Path, dict[str, Any], contextlib.ExitStack]:
-        port = free_port()
+        port = next(port for port in iter(free_port, None) if port not in self._ports)  # a server binds it much later
+        self._ports.add(port)
         shape = find_shape(arm.shape)
         tokenizer = write_tokenizer(self._cache / "tokenizers", shape.target["vocab_size"])
         options = server_arguments(arm, models=self._cache / "models", tokenizer=tokenizer, port=port)

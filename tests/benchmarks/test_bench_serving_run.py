@@ -342,3 +342,10 @@ def test_a_plan_without_room_on_the_gpus_is_refused(
     done = bench("serve", *plan, "--out", str(tmp_path), "--cache", str(tmp_path))
     assert done.exit_code == (2 if why else 0)
     assert why is None or done.stderr == f"benchmarks: the plan {plan[0]} can't run here: {why}\n"
+
+
+def test_no_two_servers_get_one_port(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):
+    ports = iter([41000, 41000, 41001, 41000, 41002])
+    monkeypatch.setattr(servers, "free_port", lambda: next(ports))
+    assert fakes.run()[0]
+    assert {file.name for file in fakes.folder.iterdir() if file.name.isdecimal()} == {"41000", "41001", "41002"}
