@@ -18,11 +18,15 @@ def starts_of(document: Mapping[str, Any]) -> list[Row]:
     """
     if "served" in document:
         return starts(dict(document))
-    facts = [(turn["arm"], turn["facts"]) for turn in document["turns"] if "facts" in turn]
-    found = {(arm, each["start_seconds"]): each for arm, each in facts if each.get("caches")}
+    kept = document["plan"].get("keep")  # then an arm's turns share one process, and its start
+    found = {
+        (turn["arm"], turn["facts"]["start_seconds"], None if kept else turn["pass"]): turn["facts"]
+        for turn in document["turns"]
+        if turn.get("facts", {}).get("caches")
+    }
     return [
         {"arm": arm, "seconds": took, "caches": each["caches"], "beside": each.get("beside", 1)}
-        for (arm, took), each in found.items()
+        for (arm, took, _), each in found.items()
     ]
 
 
