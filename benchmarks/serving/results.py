@@ -216,13 +216,7 @@ def machines(document: Document) -> dict[str, list[int]]:
 
 def starts(document: Document) -> list[Row]:
     """Every start of a server: `arm`, `seconds`, `caches`, and `beside`, the servers that started at once."""
-    older = [
-        {"arm": arm} | server["start"]
-        for session in document["sessions"]
-        for arm, server in session["servers"].items()
-        if "start" in server
-    ]
-    return [*older, *document.get("starts", ())]
+    return [*document.get("starts", ())]
 
 
 def engines(document: Document) -> dict[str, Row]:

@@ -76,12 +76,12 @@ def against_grid(document: Document, arm: str, other: str) -> Grid:
 
 
 def serve_notes(document: Document) -> list[str]:
-    """Notes: why ratios are omitted, tokens, agreements, starts, engines, the goodput's limits, failures."""
+    """Notes: why ratios are omitted, tokens, agreements, audits, starts, engines, the goodput's limits, failures."""
     plan = document["plan"]
     lines = _refusals(document)
     if document["tokens"]:
         lines += _tokens(document)
-    lines += _agreements(document)
+    lines += [*_agreements(document), *_audits_elsewhere(document)]
     if len(names := [*machines(document)]) > 1:
         lines += [f"Machine {number}: {name}." for number, name in enumerate(names, 1)]
     lines += [_start(arm, found[-1]) for arm in _arms(plan) if (found := _starts(document, arm))]
@@ -183,6 +183,18 @@ def _agreements(document: Document) -> list[str]:
                 f"{audit['step_ms']:.2f} ms where nothing is recorded{share}."
             )
     return lines
+
+
+def _audits_elsewhere(document: Document) -> list[str]:
+    """Audits on a machine that has no row of their load and arm."""
+    rows = {(row["machine"], row["load"], row["arm"]) for row in summarise(document)}
+    numbers = {session: number for number, own in enumerate(machines(document).values()) for session in own}
+    return [
+        f"{audit['arm']}, {audit['load']}: host-caused idle {audit['plain_idle']:.0%}, audited on machine {number + 1}."
+        for audit in document.get("audits", ())
+        if audit["plain_idle"] is not None
+        and ((number := numbers[audit["session"]]), audit["load"], audit["arm"]) not in rows
+    ]
 
 
 def _start(arm: str, start: Row) -> str:

@@ -1,5 +1,6 @@
 """Audits of a served plan: each in a server of its own, after all loads; nothing of vLLM runs."""
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,13 @@ def test_audits_come_last_each_in_a_server_of_its_own(fakes: Fakes, audits: list
     notes = [note for note in serve_notes(result.document) if "agrees" in note]
     assert notes == [f"{arm}, {agreed}, of which the GPU is idle for 25%." for arm in ("noop", "plugin")]
     assert len(starts(result.document)) == 3  # an agent may slow a start
+    moved = copy.deepcopy(result.document)
+    server = moved["sessions"][0]["servers"]["noop"]
+    elsewhere = copy.deepcopy(server) | {"facts": server["facts"] | {"hardware": {"device": "another"}}}
+    moved["sessions"].append({"servers": {"noop": elsewhere}})
+    moved["audits"][0]["session"] = len(moved["sessions"]) - 1
+    notes = [note for note in serve_notes(moved) if "audited" in note]
+    assert notes == ["noop, closed-4: host-caused idle 25%, audited on machine 2."]
     assert fakes.run(AUDITED)[0]
     assert len(audits) == 2
     logs = {path.stem for path in fakes.folder.rglob("made-up-*.log")}
