@@ -4,7 +4,7 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -28,9 +28,17 @@ Name = Annotated[str, typer.Option(help="Name of the result file; the plan's nam
 OneByOne = Annotated[
     bool, typer.Option("--one-by-one", help="End each arm's process before the next starts: for a small GPU.")
 ]
+Budget = Annotated[
+    float,
+    typer.Option("--budget-s", min=0, help="Begin nothing that would end after this many seconds; 0: no limit."),
+]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Start a new result file; the first measurement replaces the existing one.")
+]
+Retry = Annotated[bool, typer.Option("--retry", help="Run again what failed.")]
 
 CACHE = Path(".cache/benchmarks")
-_PLACES = ("--env", "--out", "--cache")
+_OF_MACHINE = ("--env", "--out", "--cache", "--budget-s")
 _PAGE = 150
 """Width of a table that is written to a file, in characters."""
 
@@ -77,19 +85,14 @@ def failing(*errors: type[Exception]) -> Iterator[None]:
 
 
 def command_line() -> str:
-    """This command, which results keep, without the options that name files and folders of this machine."""
-    return f"python -m benchmarks {shlex.join(without_places(sys.argv[1:]))}"
-
-
-def without_places(arguments: Sequence[str]) -> list[str]:
-    """A command's arguments without the options in `_PLACES`."""
-    kept, left = [], iter(arguments)
+    """This command, which results keep, without options that say where on this machine it ran, and for how long."""
+    kept, left = [], iter(sys.argv[1:])
     for each in left:
-        if each in _PLACES:
+        if each in _OF_MACHINE:
             next(left, None)
-        elif each.partition("=")[0] not in _PLACES:
+        elif each.partition("=")[0] not in _OF_MACHINE:
             kept.append(each)
-    return kept
+    return f"python -m benchmarks {shlex.join(kept)}"
 
 
 def find_environments(given: list[str] | None, needed: str | None = None) -> dict[str, Path]:

@@ -11,11 +11,14 @@ import typer
 from benchmarks.arms import Plan, PlanError, among
 from benchmarks.cli.common import (
     CACHE,
+    Budget,
     Cache,
     Env,
+    Fresh,
     Name,
     OneByOne,
     Out,
+    Retry,
     command_line,
     console,
     fail,
@@ -60,15 +63,11 @@ def run(
     name: Name = "",
     turns: Annotated[int, typer.Option(min=0, help="Turns of each arm; the plan's own if 0.")] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="Timed seconds of a load in a turn; the plan's if 0.")] = 0,
-    budget_s: Annotated[
-        float, typer.Option(min=0, help="Begin no turn that would end after this many seconds; 0: no limit.")
-    ] = 0,
+    budget_s: Budget = 0,
     one_by_one: OneByOne = False,
     audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Audit the loads that the plan has for it.")] = True,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start a new result file; the first turn replaces the existing one.")
-    ] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Run failed turns again.")] = False,
+    fresh: Fresh = False,
+    retry: Retry = False,
     engine: EngineOptions = "",
     cache: Cache = CACHE,
 ) -> None:

@@ -7,11 +7,14 @@ import typer
 from benchmarks.arms import PlanError
 from benchmarks.cli.common import (
     CACHE,
+    Budget,
     Cache,
     Env,
+    Fresh,
     Name,
     OneByOne,
     Out,
+    Retry,
     command_line,
     fail,
     fail_interrupted,
@@ -39,15 +42,11 @@ def serve(
     name: Name = "",
     turns: Annotated[int, typer.Option(min=0, help="Turns of each arm in a load; the plan's own if 0.")] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="About how long a load lasts; the plan's if 0.")] = 0,
-    budget_s: Annotated[
-        float, typer.Option(min=0, help="Begin no step that would end after this many seconds; 0: no limit.")
-    ] = 0,
+    budget_s: Budget = 0,
     audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Audit servers at the end.")] = True,
     one_by_one: OneByOne = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start a new result file; the first step replaces the existing one.")
-    ] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Run failed steps again.")] = False,
+    fresh: Fresh = False,
+    retry: Retry = False,
     engine: EngineOptions = "",
     cache: Cache = CACHE,
 ) -> None:

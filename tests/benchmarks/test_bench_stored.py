@@ -112,7 +112,7 @@ def test_the_archive_is_as_this_version_writes_it(tmp_path: Path):
     assert unpacked(RESULTS / ARCHIVE) == unpacked(tmp_path / ARCHIVE)
 
 
-def test_results_keep_the_command_without_places_of_this_machine(monkeypatch: pytest.MonkeyPatch):
-    asked = "run defaults-8b --out /root/res --env 0.32.0=/root/env.sh --cache=/tmp/c --seconds 1"
+def test_results_keep_the_command_without_what_is_of_this_machine(monkeypatch: pytest.MonkeyPatch):
+    asked = "run defaults-8b --out /res --budget-s 9 --env 0.32.0=/env.sh --cache=/tmp/c --seconds 1"
     monkeypatch.setattr("sys.argv", ["benchmarks", *asked.split()])
     assert command_line() == "python -m benchmarks run defaults-8b --seconds 1"
