@@ -174,8 +174,9 @@ def served_table(document: dict[str, Any], name: str) -> str:
 
 
 def starts(results: Path) -> str:
-    """How long the arms of all results at vLLM's defaults take to start."""
-    found = {path.stem: read_result(path) for path in files(results, "defaults-*.json")}
+    """How long the arms of all results at vLLM's defaults take to start; first those of engines alone."""
+    paths = (*files(results, "starts-*.json"), *files(results, "defaults-*.json"))
+    found = {path.stem: read_result(path) for path in paths}
     found |= {path.stem: read_served(path) for path in served_files(results)}
     return starts_grid(found).markdown()
 
