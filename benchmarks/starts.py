@@ -8,7 +8,8 @@ from benchmarks.present import Grid
 from benchmarks.serving.results import starts
 
 Row = dict[str, Any]
-CACHES = {"cold": "cold caches", "shared": "caches that another arm warmed", "warm": "warm caches"}
+CACHES = {"warm": "warm", "shared": "warmed by another arm", "cold": "cold"}
+ARMS = ("stock", "noop", "plugin", "FLASH_ATTN")
 
 
 def starts_of(document: Mapping[str, Any]) -> list[Row]:
@@ -31,35 +32,34 @@ def starts_of(document: Mapping[str, Any]) -> list[Row]:
 
 
 def starts_grid(documents: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """A row for each arm of each result, by the result's name, that says how its starts went."""
-    head = ("result", "arm", *(f"s, {words}" for words in CACHES.values()), "warm, more than stock")
-    rows = []
-    for name, document in documents.items():
-        found = starts_of(document)
-        stock = _warm(found, document["plan"]["reference"])
-        for arm in (each["name"] for each in document["plan"]["arms"]):
-            mine = [start for start in found if start["arm"] == arm]
-            if mine:
-                warm = _warm(mine, arm)
-                cells = [_cell([start for start in mine if start["caches"] == state]) for state in CACHES]
-                more = "-" if stock is None or warm is None else f"{warm - stock:+.1f} s"
-                rows.append((name, arm, *cells, more))
-    return Grid(head, rows)
+    """A row for starts of one result that are alike: with caches in the same state, and as many at once.
+
+    Warm caches come first, and results in the order given. Arms that only one result has are left out.
+    """
+    alike: dict[tuple[int, int, int], dict[str, list[float]]] = {}
+    for number, document in enumerate(documents.values()):
+        for start in starts_of(document):
+            place = [*CACHES].index(start["caches"]), number, start["beside"]
+            alike.setdefault(place, {}).setdefault(start["arm"], []).append(start["seconds"])
+    head = ("result", "caches", "at once", *(f"{arm}, s" for arm in ARMS), "plugin, more than stock")
+    names, words = [*documents], [*CACHES.values()]
+    return Grid(
+        head,
+        [
+            (names[number], words[state], str(beside), *(_cell(arms.get(arm, ())) for arm in ARMS), _more(arms))
+            for (state, number, beside), arms in sorted(alike.items())
+        ],
+    )
 
 
-def _warm(found: Sequence[Row], arm: str) -> float | None:
-    """Median seconds of an arm's starts with warm caches and nothing beside."""
-    wanted = {"arm": arm, "caches": "warm", "beside": 1}
-    alone = [start["seconds"] for start in found if wanted.items() <= start.items()]
-    return statistics.median(alone) if alone else None
+def _more(arms: Mapping[str, Sequence[float]]) -> str:
+    if not {"stock", "plugin"} <= arms.keys():
+        return "-"
+    return f"{statistics.median(arms['plugin']) - statistics.median(arms['stock']):+.1f} s"
 
 
-def _cell(found: Sequence[Row]) -> str:
-    """Medians, and lowest and highest, by how many started at once."""
-    parts = []
-    for beside in sorted({start["beside"] for start in found}):
-        values = [start["seconds"] for start in found if start["beside"] == beside]
-        together = "" if beside == 1 else f", {beside} at once"
-        spread = f"{min(values):.0f}-{max(values):.0f}, n = {len(values)}" if len(values) > 1 else "n = 1"
-        parts.append(f"{statistics.median(values):.0f} ({spread}{together})")
-    return "; ".join(parts) or "-"
+def _cell(values: Sequence[float]) -> str:
+    """The median, and of several values the lowest and highest."""
+    if len(values) < 2:
+        return "".join(f"{value:.0f}" for value in values) or "-"
+    return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f}, n = {len(values)})"

@@ -170,10 +170,10 @@ def test_starts_are_told_by_caches_and_compared_where_they_are_warm():
     older = document({"stock": [1, 1]}, facts=FACTS | {"start_seconds": 12.0})
     found = starts_grid({"serve-8b": served, "defaults-8b": run, "starts-8b": alone, "older": older})
     assert [[*row] for row in found.rows] == [
-        ["serve-8b", "stock", "110 (n = 1)", "-", "41 (40-42, n = 2)", "+0.0 s"],
-        ["serve-8b", "plugin", "-", "62 (n = 1, 2 at once)", "44 (n = 1); 90 (n = 1, 3 at once)", "+2.5 s"],
-        ["defaults-8b", "stock", "-", "-", "12 (n = 1)", "+0.0 s"],  # one process for two turns
-        ["defaults-8b", "plugin", "-", "-", "12 (n = 1)", "+0.0 s"],
-        ["starts-8b", "stock", "-", "-", "12 (12-12, n = 2)", "+0.0 s"],  # a process for each turn
-        ["starts-8b", "plugin", "-", "-", "12 (12-12, n = 2)", "+0.0 s"],
+        ["serve-8b", "warm", "1", "41 (40-42, n = 2)", "-", "44", "-", "+2.5 s"],
+        ["serve-8b", "warm", "3", "-", "-", "90", "-", "-"],
+        ["defaults-8b", "warm", "1", "12", "-", "12", "-", "+0.0 s"],  # one process for two turns
+        ["starts-8b", "warm", "1", "12 (12-12, n = 2)", "-", "12 (12-12, n = 2)", "-", "+0.0 s"],  # one for each
+        ["serve-8b", "warmed by another arm", "2", "-", "-", "62", "-", "-"],
+        ["serve-8b", "cold", "1", "110", "-", "-", "-", "-"],
     ]
