@@ -9,7 +9,9 @@ from benchmarks.serving.results import starts
 
 Row = dict[str, Any]
 CACHES = {"warm": "warm", "shared": "warmed by another arm", "cold": "cold"}
+"""States of the caches, in the table's order, and its words."""
 ARMS = ("stock", "noop", "plugin", "FLASH_ATTN")
+"""Arms that have a column."""
 
 
 def starts_of(document: Mapping[str, Any]) -> list[Row]:
@@ -34,7 +36,7 @@ def starts_of(document: Mapping[str, Any]) -> list[Row]:
 def starts_grid(documents: Mapping[str, Mapping[str, Any]]) -> Grid:
     """A row for starts of one result that are alike: with caches in the same state, and as many at once.
 
-    Warm caches come first, and results in the order given. Arms that only one result has are left out.
+    Warm caches come first, and results in the order given. Arms without a column, as of experiments, are left out.
     """
     alike: dict[tuple[int, int, int], dict[str, list[float]]] = {}
     for number, document in enumerate(documents.values()):

@@ -151,7 +151,7 @@ def test_the_prefix_cache_is_empty_before_each_run():
     engine._forget_prompts()
 
 
-def test_starts_are_told_by_caches_and_compared_where_they_are_warm():
+def test_starts_are_told_by_caches_and_compared_where_they_are_alike():
     served = {
         "served": 1,
         "plan": {"reference": "stock", "arms": [{"name": "stock"}, {"name": "plugin"}, {"name": "not run"}]},
