@@ -22,7 +22,7 @@ def compact_json(document: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(members) + "\n}\n"
 
 
-_OF_TEXT = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0, "mf": lzma.MF_BT3}
+_OF_TEXT = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}
 """For text, which has no alignment (pb); 1 % shorter."""
 
 
