@@ -18,9 +18,9 @@ from vllm_async_spec.compat.json_text import compact_json, packed, unpacked
 ARCHIVE = "archive.json.xz"
 _DIGITS, _COARSE_DIGITS = 4, 3
 """Two turns of an arm rarely agree in more than three."""
-_COARSE = frozenset({"audit", "audits", "measured", "tokens_per_second"})
-"""Members whose floats have the smaller number of digits. Audits, passes of servers and mixed loads repeat less
-exactly. Where all requests decode, arms are compared by the time of a step, and not by tokens/s."""
+_COARSE = frozenset({"alone_us", "audit", "audits", "layer_us", "measured", "tokens_per_second"})
+"""Members whose floats have the smaller number of digits. Audits, single kernels, passes of servers and mixed loads
+repeat less exactly. Where all requests decode, arms are compared by the time of a step, and not by tokens/s."""
 
 
 def read_json(path: Path) -> Any:
