@@ -33,6 +33,8 @@ SPEEDS: dict[str, Callable[[Row], float]] = {
 """What arms are compared by, each larger where an arm is faster."""
 _DERIVED = ("seconds", "output_tokens", "request_throughput")
 """Figures of a pass that follow from its load and its tokens/s."""
+_HARDWARE = {"cores": "{} cores", "memory_gib": "{} GiB", "driver": "driver {}", "cuda": "CUDA {}"}
+"""How a machine's name puts facts of it that are no names themselves."""
 
 
 class ServeFile:
@@ -209,7 +211,8 @@ def machines(document: Document) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for number, session in enumerate(document["sessions"]):
         for server in [*session["servers"].values()][:1]:
-            name = ", ".join(f"{value}" for value in server["facts"]["hardware"].values())
+            hardware = server["facts"]["hardware"]
+            name = ", ".join(_HARDWARE.get(fact, "{}").format(value) for fact, value in hardware.items())
             found.setdefault(name, []).append(number)
     return found
 

@@ -198,6 +198,7 @@ def _audits_elsewhere(document: Document) -> list[str]:
 
 
 def _start(arm: str, start: Row) -> str:
-    beside = "alone" if start["beside"] == 1 else f"with {start['beside'] - 1} others"
+    others = start["beside"] - 1
+    beside = f"with {others} other{'s' * (others > 1)}" if others else "alone"
     kept = {"cold": "cold caches", "shared": "caches that another arm had warmed", "warm": "warm caches"}
     return f"{arm}: ready {start['seconds']:.0f} s after its start, {beside}, with {kept[start['caches']]}."
