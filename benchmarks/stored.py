@@ -9,7 +9,7 @@ import copy
 import fnmatch
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from vllm_async_spec.compat.json_text import compact_json, packed, unpacked
 ARCHIVE = "archive.json.xz"
 _DIGITS, _COARSE_DIGITS = 4, 3
 """Two turns of an arm rarely agree in more than three."""
-_COARSE = frozenset({"alone_us", "audit", "audits", "layer_us", "measured", "tokens_per_second"})
-"""Members whose floats have the smaller number of digits. Audits, single kernels, passes of servers and mixed loads
-repeat less exactly. Where all requests decode, arms are compared by the time of a step, and not by tokens/s."""
+_COARSE = frozenset({"audit", "audits", "measured", "tokens_per_second"})
+"""Members whose floats have the smaller number of digits. Audits, passes of servers and mixed loads repeat less
+exactly. Where all requests decode, arms are compared by the time of a step, and not by tokens/s."""
+_UNREAD = frozenset({"overlapped", "waiting_ms"})
+"""Members that no table has, so the archive has none."""
 
 
 def read_json(path: Path) -> Any:
@@ -71,8 +73,8 @@ def keep(folder: Path, shorten: Callable[[Any], Any] = lambda found: found) -> l
 
 def write_archive(folder: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     """Make these results, by name, the folder's archive."""
-    texts = {name: compact_json(rounded(results[name], _DIGITS, _COARSE_DIGITS)).rstrip() for name in sorted(results)}
-    members = (f"{json.dumps(name)}: {text}" for name, text in texts.items())
+    kept = {name: rounded(without(results[name], _UNREAD), _DIGITS, _COARSE_DIGITS) for name in sorted(results)}
+    members = (f"{json.dumps(name)}: {compact_json(each).rstrip()}" for name, each in kept.items())
     partial = folder / f"{ARCHIVE}.partial"
     partial.write_bytes(packed("{\n" + ",\n".join(members) + "\n}\n"))
     partial.replace(folder / ARCHIVE)
@@ -88,6 +90,13 @@ def rounded(value: Any, digits: int, coarse_digits: int | None = None) -> Any:
             name: rounded(each, fewer if name in _COARSE else digits, coarse_digits) for name, each in value.items()
         }
     return [rounded(each, digits, coarse_digits) for each in value] if isinstance(value, list) else value
+
+
+def without(value: Any, names: Collection[str]) -> Any:
+    """The same without the members of these names, wherever they are."""
+    if isinstance(value, dict):
+        return {name: without(each, names) for name, each in value.items() if name not in names}
+    return [without(each, names) for each in value] if isinstance(value, list) else value
 
 
 def _archived(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from benchmarks.arms import PlanError, Plugin
 from benchmarks.results import RESULTS, opened, write_result
 from benchmarks.serving.plan import ServePlan, Step
 from benchmarks.statistics import Interval, paired_ratio, refusal
-from benchmarks.stored import files, read_json
+from benchmarks.stored import files, read_json, without
 from benchmarks.summary import Place, Row, beside
 
 _FREE = ("about", "turns", "seconds", "audited", "audit_steps")
@@ -149,12 +149,7 @@ def shortened(found: Document) -> Document:
     """
     if "served" not in found:
         return found
-    tokens = {
-        arm: {kind: {name: each for name, each in sample.items() if name != "hashes"} for kind, sample in kinds.items()}
-        for arm, kinds in found["tokens"].items()
-    }
-    measured = [{name: each for name, each in run.items() if name not in _DERIVED} for run in found["measured"]]
-    return found | {"tokens": tokens, "measured": measured}
+    return found | {"tokens": without(found["tokens"], {"hashes"}), "measured": without(found["measured"], _DERIVED)}
 
 
 def read_served(path: Path) -> Document:
