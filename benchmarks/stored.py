@@ -18,11 +18,12 @@ from vllm_async_spec.compat.json_text import compact_json, packed, unpacked
 ARCHIVE = "archive.json.xz"
 _DIGITS, _COARSE_DIGITS = 4, 3
 """Two turns of an arm rarely agree in more than three."""
-_COARSE = frozenset({"audit", "audits", "measured", "tokens_per_second"})
+_AUDITS = frozenset({"audit", "audits"})
+_COARSE = _AUDITS | {"measured", "tokens_per_second"}
 """Members whose floats have the smaller number of digits. Audits, passes of servers and mixed loads repeat less
 exactly. Where all requests decode, arms are compared by the time of a step, and not by tokens/s."""
 _UNREAD = frozenset({"overlapped", "waiting_ms"})
-"""Members that no table has, so the archive has none."""
+"""Members of audits that no table has, so the archive has none. A trace's blocks called so are drawn."""
 
 
 def read_json(path: Path) -> Any:
@@ -73,7 +74,9 @@ def keep(folder: Path, shorten: Callable[[Any], Any] = lambda found: found) -> l
 
 def write_archive(folder: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     """Make these results, by name, the folder's archive."""
-    kept = {name: rounded(without(results[name], _UNREAD), _DIGITS, _COARSE_DIGITS) for name in sorted(results)}
+    kept = {
+        name: rounded(without(results[name], _UNREAD, _AUDITS), _DIGITS, _COARSE_DIGITS) for name in sorted(results)
+    }
     members = (f"{json.dumps(name)}: {compact_json(each).rstrip()}" for name, each in kept.items())
     partial = folder / f"{ARCHIVE}.partial"
     partial.write_bytes(packed("{\n" + ",\n".join(members) + "\n}\n"))
@@ -92,11 +95,15 @@ def rounded(value: Any, digits: int, coarse_digits: int | None = None) -> Any:
     return [rounded(each, digits, coarse_digits) for each in value] if isinstance(value, list) else value
 
 
-def without(value: Any, names: Collection[str]) -> Any:
-    """The same without the members of these names, wherever they are."""
+def without(value: Any, names: Collection[str], inside: Collection[str] = ()) -> Any:
+    """The same without the members of these names; with `inside`, only without those within such members."""
     if isinstance(value, dict):
-        return {name: without(each, names) for name, each in value.items() if name not in names}
-    return [without(each, names) for each in value] if isinstance(value, list) else value
+        return {
+            name: without(each, names, () if name in inside else inside)
+            for name, each in value.items()
+            if inside or name not in names
+        }
+    return [without(each, names, inside) for each in value] if isinstance(value, list) else value
 
 
 def _archived(folder: Path) -> dict[str, Any]:

@@ -382,16 +382,9 @@ def test_a_table_of_engines_names_what_vllm_resolved():
 def test_notes_name_each_machine_and_what_started_with_a_server(tmp_path: Path):
     file = ServeFile(tmp_path / "served.json", PLAN)
     for beside, cores in ((1, 16), (2, 32)):
-        hardware = {
-            "device": "a GPU",
-            "cpu": "a CPU",
-            "cores": cores,
-            "memory_gib": 126,
-            "driver": "580",
-            "cuda": "13.0",
-        }
+        hardware = {"device": "a GPU", "cores": cores, "memory_gib": 126, "driver": "580", "cuda": "13.0"}
         file.begin("a command")
         file.started("stock", {"seconds": 42.4, "caches": "cold", "beside": beside}, FACTS | {"hardware": hardware})
         last = "with 1 other" if beside == 2 else "alone"
         assert f"stock: ready 42 s after its start, {last}, with cold caches." in serve_notes(file.document)
-    assert "Machine 2: a GPU, a CPU, 32 cores, 126 GiB, driver 580, CUDA 13.0." in serve_notes(file.document)
+    assert "Machine 2: a GPU, 32 cores, 126 GiB, driver 580, CUDA 13.0." in serve_notes(file.document)

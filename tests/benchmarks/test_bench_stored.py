@@ -66,9 +66,9 @@ def test_the_archive_has_four_digits_of_each_float_and_three_where_repeats_diffe
 
 
 def test_the_archive_has_no_member_that_no_table_has(tmp_path: Path):
-    written(tmp_path, a={"turns": [{"audits": {"decode-1": {"waiting_ms": 0.5, "phases": {}}}}]})
+    written(tmp_path, a={"blocks": {"overlapped": [1]}, "audits": {"decode-1": {"waiting_ms": 0.5, "overlapped": [1]}}})
     keep(tmp_path)
-    assert read_json(tmp_path / "a.json") == {"turns": [{"audits": {"decode-1": {"phases": {}}}}]}
+    assert read_json(tmp_path / "a.json") == {"blocks": {"overlapped": [1]}, "audits": {"decode-1": {}}}
 
 
 def test_what_a_caller_changes_is_not_read_again(tmp_path: Path):
