@@ -256,7 +256,7 @@ def test_no_fewer_and_no_more_empty_requests_than_narrow_pieces_need(requests: i
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fa2", "fa2 with empty requests", "fa3"])
-@pytest.mark.parametrize("requests", [1, 3, 4, 32])
+@pytest.mark.parametrize("requests", [1, 3, 4, 32, 40, 128])
 def test_a_captured_graph_runs_later_plans(kind: str, requests: int):
     tokens, most = 4, 5000
     lengths = [tokens] * requests
@@ -268,7 +268,7 @@ def test_a_captured_graph_runs_later_plans(kind: str, requests: int):
         assert wrapper._plan_info[3] == 16, "every piece of work has room for one request"
     graph, out = case.captured(wrapper)
     choose = random.Random(requests)
-    for live in (requests, requests, max(1, requests - 1), requests):
+    for live in (requests, requests, max(1, requests - 1), -(-requests // 2), requests):
         exact = [tokens + choose.choice([0, 3, 12, 13, 60, 1000, 4900]) for _ in range(live)]
         bound = [length + choose.choice([0, 1, 3]) for length in exact]
         padding = [0] * (requests - live)
@@ -282,7 +282,7 @@ def test_a_captured_graph_runs_later_plans(kind: str, requests: int):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fa2", "fa3"])
-@pytest.mark.parametrize(("requests", "kept"), [(1, True), (3, True), (32, True), (1, False), (3, False)])
+@pytest.mark.parametrize(("requests", "kept"), [(1, True), (3, True), (32, True), (40, True), (1, False), (3, False)])
 def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requests: int, kept: bool):
     """Planned once for 700 tokens more than there are; pages and rows change in each step."""
     tokens, ahead = 4, 700
@@ -309,7 +309,7 @@ def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requ
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("empty", [False, True])
-@pytest.mark.parametrize(("requests", "tokens"), [(1, 4), (4, 4), (32, 4), (128, 4), (256, 2)])
+@pytest.mark.parametrize(("requests", "tokens"), [(1, 4), (4, 4), (32, 4), (32, 8)])
 def test_a_plan_for_a_graph_has_the_room_that_is_counted_for_it(requests: int, tokens: int, empty: bool):
     case = Case([tokens] * requests, [tokens] * requests, [tokens] * requests)
     planned = planned_requests(requests, tokens, HEADS // KV_HEADS) if empty else requests
@@ -317,6 +317,16 @@ def test_a_plan_for_a_graph_has_the_room_that_is_counted_for_it(requests: int, t
     case.plan(make_wrapper("fa2", room, **graph_buffers(case, planned)), case.bound)
     with pytest.raises(RuntimeError, match="Buffer overflow"):
         case.plan(make_wrapper("fa2", room - 16, **graph_buffers(case, planned)), case.bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("requests", "tokens"), [(33, 4), (128, 8), (256, 2)])
+def test_a_plan_for_more_requests_needs_no_room(requests: int, tokens: int):
+    case = Case([tokens] * requests, [tokens] * requests, [tokens] * requests)
+    wrapper = make_wrapper("fa2", 16, **graph_buffers(case, planned_requests(requests, tokens, HEADS // KV_HEADS)))
+    case.plan(wrapper, case.bound)
+    assert wrapper._plan_info[0] == requests, "work is launched that no request has"
+    assert close(case.run(wrapper), case.oracle())
 
 
 def race(kind: str, fenced: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import subprocess
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.attention.flashinfer import (
     keep_plan,
+    keys_are_split,
     planned_requests,
     split_bytes,
     with_empty_requests,
@@ -28,7 +30,7 @@ HERE = Path(__file__).parent / "planner"
 FETCHED = Path(os.environ.get("PLANNER", ".cache/planner"))
 RELEASES = ("0.6.8.post1", "0.6.14", "0.7.0.post1", "0.7.2.post1")
 """FlashInfer's, beside vLLM 0.20, 0.26, 0.32 and 0.33."""
-HEADS = ((32, 8), (64, 8), (28, 4), (32, 32), (8, 1))
+HEADS = ((32, 8), (64, 8), (28, 4), (32, 32), (8, 1), (32, 2))
 HEAD_SIZE, PAGE, PROCESSORS = 128, 16, 132
 
 pytestmark = pytest.mark.slow
@@ -45,40 +47,56 @@ class Graph:
 
     @property
     def room(self) -> int:
+        if not self.split:
+            return 0
         return split_bytes(self.planned, self.requests * self.tokens, *self.heads, HEAD_SIZE, torch.device("cpu"))
 
-    def handed(self, lengths: list[int]) -> Any:
+    @property
+    def split(self) -> bool:
+        return keys_are_split(self.requests, self.tokens, *self.heads, torch.device("cpu"))
+
+    def wrapper(self, planner: Planner, lengths: list[int], missing: int = 0) -> Any:
+        """Planned for live requests of these lengths, with `missing` bytes fewer than are counted."""
         live = len(lengths)
         starts = torch.arange(self.requests + 1, dtype=torch.int32).clamp(max=live) * self.tokens
         pages = torch.tensor([-(-length // PAGE) for length in lengths] + [0] * (self.requests - live))
         indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
         last = torch.zeros(self.planned, dtype=torch.int32)
-        wrapper = with_empty_requests(Handed)(paged_kv_last_page_len_buf=last)
-        wrapper.plan(starts, indptr, torch.zeros(0), torch.ones(self.requests, dtype=torch.int32), page_size=PAGE)
+        shape = (*self.heads, HEAD_SIZE, PAGE, self.requests * self.tokens, self.room - missing)
+        wrapper = with_empty_requests(Handed)(paged_kv_last_page_len_buf=last, plan=functools.partial(planner, *shape))
+        heads = dict(zip(("num_qo_heads", "num_kv_heads"), self.heads, strict=True))
+        last = torch.ones(self.requests, dtype=torch.int32)
+        wrapper.plan(starts, indptr, torch.zeros(0), last, page_size=PAGE, **heads)
+        assert wrapper._qo_indptr_buf.diff().tolist()[: self.requests] == starts.diff().tolist()
         return wrapper
 
     def plan(self, planner: Planner, lengths: list[int], missing: int = 0) -> Plan:
-        """Plan for live requests of these lengths, with `missing` bytes fewer than are counted."""
-        given, room = self.handed(lengths).given, self.room - missing
-        shape = (*self.heads, HEAD_SIZE, PAGE, self.requests * self.tokens, room, self.planned)
-        return planner(*shape, *given["qo_indptr"].tolist(), *given["paged_kv_indptr"].tolist())
+        planned: Plan = self.wrapper(planner, lengths, missing).planned
+        return planned
 
 
 class Handed:
-    _backend = "fa2"
+    _backend, _window_left = "fa2", -1
 
-    def __init__(self, paged_kv_last_page_len_buf: torch.Tensor) -> None:
-        self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buf
+    def __init__(self, paged_kv_last_page_len_buf: torch.Tensor, plan: Callable[..., Plan]) -> None:
+        self._paged_kv_last_page_len_buf, self._planner = paged_kv_last_page_len_buf, plan
 
     def plan(self, **given: Any) -> None:
-        self.given = given
+        self._qo_indptr_buf, self._paged_kv_indptr_buf = (
+            given[name].clone() for name in ("qo_indptr", "paged_kv_indptr")
+        )
+        starts, pages = self._qo_indptr_buf, self._paged_kv_indptr_buf
+        whole = given.get("disable_split_kv", False)
+        self.planned = self._planner(int(whole), len(starts) - 1, *starts.tolist(), *pages.tolist())
+        self._max_q_len, self._plan_info = int(starts.diff().max()), self.planned.numbers
+        self._int_workspace_buffer = self.planned.ints.view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class Plan:
     numbers: list[int]
     works: list[tuple[int, int]]
-    """The request and the chunk of each piece of work."""
+    """The request and the chunk of each piece of work that runs, if so many are launched as the planner says."""
     chunk: int
     ints: torch.Tensor
     """What is copied to the device."""
@@ -142,16 +160,20 @@ def test_pieces_of_work_are_no_larger_than_a_request_and_every_plan_has_one_form
     planner: Planner, graph: Graph, data: st.DataObject
 ):
     rows = graph.tokens * graph.heads[0] // graph.heads[1]
-    captured = graph.plan(planner, [graph.tokens] * graph.requests)
-    assert captured.tile == (16 if rows <= 16 else 64 if rows <= 64 else 128)
+    captured = graph.wrapper(planner, [graph.tokens] * graph.requests)
+    assert captured.planned.tile == (16 if rows <= 16 else 64 if rows <= 64 else 128)
     lengths = data.draw(st.lists(st.integers(graph.tokens, 40_000), min_size=1, max_size=graph.requests))
-    later = graph.plan(planner, lengths)
-    assert later.numbers == captured.numbers, "the graph's kernels were launched for another plan"
-    tiles, expected = -(-rows // later.tile), list[tuple[int, int]]()
-    for request, length in enumerate(lengths):
-        chunks = math.ceil(math.ceil(length / PAGE) * PAGE / later.chunk)
-        expected += [(request, chunk) for _ in range(tiles) for chunk in range(chunks)]
-    assert later.works == expected
+    later = graph.wrapper(planner, lengths)
+    assert later._plan_info == captured._plan_info, "the graph's kernels were launched for another plan"
+    works, launched = later.planned.works, later._plan_info[0]
+    tiles, expected = -(-rows // later.planned.tile), list[tuple[int, int]]()
+    if graph.split:
+        for request, length in enumerate(lengths):
+            chunks = math.ceil(math.ceil(length / PAGE) * PAGE / later.planned.chunk)
+            expected += [(request, chunk) for _ in range(tiles) for chunk in range(chunks)]
+        assert works == expected
+    else:
+        assert works[:launched] == [(request, 0) for request in range(graph.requests) for _ in range(tiles)]
 
 
 @settings(max_examples=60)
@@ -160,6 +182,8 @@ def test_the_room_that_is_counted_is_what_it_takes(planner: Planner, graph: Grap
     chosen = graph if empty else Graph(graph.requests, graph.tokens, graph.heads, graph.requests)
     lengths = [5000] * graph.requests
     chosen.plan(planner, lengths)
+    if not chosen.split:
+        return
     surplus = 0
     if planner.by_row:  # type: ignore[attr-defined]
         heads, kv_heads = graph.heads
@@ -167,6 +191,19 @@ def test_the_room_that_is_counted_is_what_it_takes(planner: Planner, graph: Grap
         surplus = chosen.room - each * -(-chosen.room // each // (heads // kv_heads))
     with pytest.raises(RuntimeError, match="Buffer overflow"):
         chosen.plan(planner, lengths, missing=surplus + 16)
+
+
+@settings(max_examples=60)
+@given(graph=graphs(), data=st.data())
+def test_keys_stay_whole_only_where_flashinfer_splits_none(planner: Planner, graph: Graph, data: st.DataObject):
+    """FlashInfer's own plan for as many requests as the graph has gives each one piece."""
+    lengths = data.draw(st.lists(st.integers(graph.tokens, 40_000), min_size=graph.requests, max_size=graph.requests))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter, "keys_are_split", lambda *shape: True)
+        patch.setattr(Graph, "split", True)
+        own = graph.plan(planner, lengths)
+    if not graph.split:
+        assert {chunk for _, chunk in own.works} == {0}
 
 
 def test_without_empty_requests_pieces_are_as_large_as_one_could_be(planner: Planner):
@@ -180,26 +217,23 @@ def test_without_empty_requests_pieces_are_as_large_as_one_could_be(planner: Pla
 def test_the_exact_lengths_chunks_are_those_that_the_kernel_counts(planner: Planner, graph: Graph, data: st.DataObject):
     """The kernel counts chunks by exact lengths, in each step that one plan serves."""
     bound = data.draw(st.lists(st.integers(graph.tokens, 9000), min_size=1, max_size=graph.requests))
-    plan, wrapper = graph.plan(planner, bound), graph.handed(bound)
-    wrapper._window_left, wrapper._max_q_len = -1, graph.tokens
-    wrapper._plan_info, wrapper._int_workspace_buffer = plan.numbers, plan.ints.view(torch.uint8)
-    wrapper._qo_indptr_buf, wrapper._paged_kv_indptr_buf = (
-        wrapper.given[name] for name in ("qo_indptr", "paged_kv_indptr")
-    )
+    wrapper = graph.wrapper(planner, bound)
+    plan = wrapper.planned
     keep_plan(wrapper, graph.requests)
     for _ in range(3):
         exact = [data.draw(st.integers(max(graph.tokens, length - 300), length)) for length in bound]
         seq_lens = torch.tensor(exact + [0] * (graph.requests - len(exact)), dtype=torch.int32)
         write_exact_lengths(wrapper, seq_lens, PAGE)
 
-        counts = [-(-length // plan.chunk) for length in exact]
-        merge, output = (plan.ints[plan.numbers[at] // 4 :] for at in (7, 8))
-        tokens = graph.tokens * len(exact)
-        assert merge[: tokens + 1].diff().tolist() == [count for count in counts for _ in range(graph.tokens)]
-        assert output[: len(exact) + 1].diff().tolist() == [count * graph.tokens for count in counts]
-        requests, chunks = (plan.ints[plan.numbers[at] // 4 :][: len(plan.works)].tolist() for at in (4, 6))
-        expected = {(request, chunk) for request, count in enumerate(counts) for chunk in range(count)}
-        assert set(zip(requests, chunks, strict=True)) == expected
+        if graph.split:
+            counts = [-(-length // plan.chunk) for length in exact]
+            merge, output = (plan.ints[plan.numbers[at] // 4 :] for at in (7, 8))
+            tokens = graph.tokens * len(exact)
+            assert merge[: tokens + 1].diff().tolist() == [count for count in counts for _ in range(graph.tokens)]
+            assert output[: len(exact) + 1].diff().tolist() == [count * graph.tokens for count in counts]
+            requests, chunks = (plan.ints[plan.numbers[at] // 4 :][: len(plan.works)].tolist() for at in (4, 6))
+            expected = {(request, chunk) for request, count in enumerate(counts) for chunk in range(count)}
+            assert set(zip(requests, chunks, strict=True)) == expected
         pages = wrapper._paged_kv_indptr_buf.diff()[: len(exact)]
         lengths = (pages - 1) * PAGE + wrapper._paged_kv_last_page_len_buf[: len(exact)]
         assert lengths.tolist() == exact

@@ -8,8 +8,8 @@ import torch
 from vllm_async_spec.compat.stubs import put_modules
 
 INTS = 1 << 16
-PROCESSORS = 3
-"""Of the device that the FlashAttention 3 plans are for."""
+PROCESSORS = 40
+"""Of the device that plans are for."""
 
 compiled: list[tuple[Any, ...]] = []
 loaded: list[tuple[Any, ...]] = []
@@ -73,19 +73,26 @@ class Wrapper:
             group = kwargs["num_qo_heads"] // kwargs["num_kv_heads"]
             rows = group * (most if self.is_cuda_graph_enabled else int(starts[-1]) // (len(starts) - 1))
             tile = 16 if rows <= 16 else 64 if rows <= 64 else 128
-            self._plan_split(starts.diff(), indptr.diff(), page_size, tile, not kwargs["disable_split_kv"])
+            self._plan_split(starts.diff(), indptr.diff(), tile, kwargs)
 
-    def _plan_split(
-        self, query_lens: torch.Tensor, pages: torch.Tensor, page_size: int, tile: int, split: bool
-    ) -> None:
-        counts = pages.clamp(min=1) if split else torch.ones_like(pages)
+    def _plan_split(self, query_lens: torch.Tensor, pages: torch.Tensor, tile: int, given: dict[str, Any]) -> None:
+        group, split = given["num_qo_heads"] // given["num_kv_heads"], not given["disable_split_kv"]
+        splits, tiles = 2 * PROCESSORS // given["num_kv_heads"], -(-query_lens * group // tile)
+        longest = max(1, int(pages.max()))
+        fit = (n for n in range(1, longest) if int((tiles * -(-pages.clamp(min=1) // n)).sum()) <= splits)
+        chunk = next(fit, longest)
+        counts = -(-pages.clamp(min=1) // chunk) if split else torch.ones_like(pages)
         rows = torch.arange(len(pages))
-        requests = rows.repeat_interleave(counts * (query_lens > 0))
-        chunks = torch.cat([torch.arange(int(n)) for n in (counts * (query_lens > 0))])
-        unused = torch.full((9 if self.is_cuda_graph_enabled else 0,), 77)
+        requests = rows.repeat_interleave(counts * tiles)
+        chunks = torch.cat([torch.arange(int(n)).repeat(int(m)) for n, m in zip(counts, tiles, strict=True)])
+        unused = torch.empty(0, dtype=torch.int64)
+        if self.is_cuda_graph_enabled:
+            tokens = self._max_total_num_rows or 0
+            most = max(splits, -(-tokens * group // tile) + len(pages) - 1)
+            unused = torch.full((most - len(requests),), 7777)
         output = torch.nn.functional.pad((counts * query_lens).cumsum(0), (1, 0))
         merge = torch.nn.functional.pad(counts.repeat_interleave(query_lens).cumsum(0), (1, 0))
-        size = torch.tensor([page_size])
+        size = torch.tensor([chunk * given["page_size"]])
         arrays = [torch.cat([requests, unused]), torch.cat([chunks, unused]), merge, output, size]
         self._used = len(requests)
         first, *others = self._write(arrays)
@@ -104,12 +111,18 @@ class Wrapper:
 
     def split_is_right(self, page_size: int) -> bool:
         """Whether work and merge have the chunks that the kernel counts by the lengths that it reads."""
-        if self._backend == "fa3" or self._qo_indptr_buf is None or not self._plan_info[14]:
+        if self._backend == "fa3" or self._qo_indptr_buf is None:
             return True
         plan, data = self._plan_info, self._int_workspace_buffer.view(torch.int32)
         requests, chunks, merge, output = (data[plan[at] // 4 :] for at in (4, 6, 7, 8))
-        counts = [-(-max(length, 1) // page_size) for length in self.lengths(page_size)]
         query_lens = self._qo_indptr_buf.diff().tolist()
+        if not plan[14]:
+            # All that is launched runs, so it is of requests, and each with query tokens has some.
+            launched = {int(request) for request in requests[: plan[0]]}
+            return {row for row, n in enumerate(query_lens) if n} <= launched <= set(range(len(query_lens)))
+        size = int(data[plan[9] // 4])
+        counts = [-(-max(length, 1) // size) for length in self.lengths(page_size)]
+        assert plan[0] >= self._used, "some work is not launched"
         work = {(int(requests[at]), int(chunks[at])) for at in range(self._used)}
         expected = {(row, chunk) for row, n in enumerate(counts) if query_lens[row] for chunk in range(n)}
         by_token = [n for n, times in zip(counts, query_lens, strict=True) for _ in range(times)]

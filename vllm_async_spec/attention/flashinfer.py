@@ -10,8 +10,8 @@ in stream order. Three things were safe only because the host used to wait befor
 - A plan fills a pinned buffer and copies it asynchronously. The next plan must not fill the same buffer before that
   copy has run. `PlanBuffers` hands out another buffer, fenced by an event.
 
-Two more things were slow: FlashAttention 2 in a CUDA graph for a batch of drafts (see `planned_requests`), and a replan
-in each step, which `keep_plan` avoids.
+Three more things were slow: FlashAttention 2 in a CUDA graph for a batch of drafts (see `planned_requests`), what such
+a graph launches and merges for nothing (see `with_empty_requests`), and a replan in each step (see `keep_plan`).
 
 Sources: flashinfer-python 0.6.14, 0.7.0 and 0.7.2, `include/flashinfer/attention/{scheduler,prefill}.cuh`, `page.cuh`,
 `hopper/tile_scheduler.cuh`, `decode.py` and `prefill.py`. FlashInfer is not imported here.
@@ -136,58 +136,101 @@ def planned_requests(requests: int, tokens: int, group: int) -> int:
 def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
     """A subclass that always plans for as many requests as its buffers hold.
 
+    Where `keys_are_split` says no, a plan of FlashAttention 2 splits no keys, and launches its requests' work alone.
+    FlashInfer's would launch work for every distribution of the tokens, store each result as a partial one, and merge
+    it with no other.
+
     Args:
-        wrapper_class: `BatchPrefillWithPagedKVCacheWrapper` of flashinfer-python; the subclass is for CUDA graphs.
+        wrapper_class: `BatchPrefillWithPagedKVCacheWrapper` of flashinfer-python; the subclass is for CUDA graphs of
+            requests that have equally many query tokens. Requests without any may follow them.
     """
+    return type("WithEmptyRequests", (_EmptyRequests, wrapper_class), {})
 
-    class WithEmptyRequests(wrapper_class):  # type: ignore[misc]
-        """Pads the plan with empty requests."""
 
-        kept: tuple[Any, ...] | None = None
-        """Arguments of `set_chunks` after the lengths, if the plan is kept."""
+_Wrapper: Any = object
+"""`BatchPrefillWithPagedKVCacheWrapper`, which is not imported here."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            count = self._paged_kv_last_page_len_buf.shape[0]
-            # Pageable memory, so that a copy to the device has read it when the call returns.
-            sizes = {"qo_indptr": count + 1, "paged_kv_indptr": count + 1, "last_page_len": count, "seq_lens": count}
-            self._filled = {name: torch.zeros(size, dtype=torch.int32, device="cpu") for name, size in sizes.items()}
-            self._views = {name: filled.numpy() for name, filled in self._filled.items()}
 
-        def plan(
-            self,
-            qo_indptr: torch.Tensor,
-            paged_kv_indptr: torch.Tensor,
-            paged_kv_indices: torch.Tensor,
-            paged_kv_last_page_len: torch.Tensor,
-            *,
-            seq_lens: torch.Tensor | None = None,
-            **kwargs: Any,
-        ) -> None:
-            """Plan as the base class does, with empty requests added."""
-            self.kept = None
-            if self._backend == "fa2":
-                # FlashInfer only takes their maximum, in a Python loop, so give the longest alone.
-                self._views["seq_lens"][0] = np.diff(paged_kv_indptr.numpy()).max() * kwargs["page_size"]
-                kwargs["seq_lens"] = self._filled["seq_lens"][:1]
-                kwargs["max_token_per_sequence"] = int(np.diff(qo_indptr.numpy()).max())
-            elif seq_lens is not None:
-                kwargs["seq_lens"] = self._fill("seq_lens", seq_lens)
-            super().plan(
-                qo_indptr=self._fill("qo_indptr", qo_indptr, cumulative=True),
-                paged_kv_indptr=self._fill("paged_kv_indptr", paged_kv_indptr, cumulative=True),
-                paged_kv_indices=paged_kv_indices,
-                paged_kv_last_page_len=self._fill("last_page_len", paged_kv_last_page_len),
-                **kwargs,
-            )
+class _EmptyRequests(_Wrapper):  # type: ignore[misc]
+    """The subclass's own methods, which pad the plan with empty requests."""
 
-        def _fill(self, name: str, given_cpu: torch.Tensor, *, cumulative: bool = False) -> torch.Tensor:
-            filled, given = self._views[name], given_cpu.numpy()
-            filled[: len(given)] = given
-            filled[len(given) :] = given[-1] if cumulative else 0
-            return self._filled[name]
+    kept: tuple[Any, ...] | None = None
+    """Arguments of `set_chunks` after the lengths, if the plan is kept."""
+    _plan_info: Any
 
-    return WithEmptyRequests
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        count = self._paged_kv_last_page_len_buf.shape[0]
+        # Pageable memory, so that a copy to the device has read it when the call returns.
+        sizes = {"qo_indptr": count + 1, "paged_kv_indptr": count + 1, "last_page_len": count, "seq_lens": count}
+        self._filled = {name: torch.zeros(size, dtype=torch.int32, device="cpu") for name, size in sizes.items()}
+        self._views = {name: filled.numpy() for name, filled in self._filled.items()}
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        *,
+        seq_lens: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Plan as the base class does, with empty requests added."""
+        self.kept = None
+        requests, tokens = len(qo_indptr) - 1, int(np.diff(qo_indptr.numpy()).max())
+        heads = kwargs["num_qo_heads"], kwargs["num_kv_heads"]
+        planned = qo_indptr
+        if self._backend == "fa2":
+            # FlashInfer only takes their maximum, in a Python loop, so give the longest alone.
+            self._views["seq_lens"][0] = np.diff(paged_kv_indptr.numpy()).max() * kwargs["page_size"]
+            kwargs["seq_lens"] = self._filled["seq_lens"][:1]
+            kwargs["max_token_per_sequence"] = tokens
+            if not keys_are_split(requests, tokens, *heads, self._paged_kv_last_page_len_buf.device):
+                kwargs["disable_split_kv"] = True
+                planned = torch.arange(requests + 1, dtype=torch.int32, device="cpu") * tokens
+        elif seq_lens is not None:
+            kwargs["seq_lens"] = self._fill("seq_lens", seq_lens)
+        super().plan(
+            qo_indptr=self._fill("qo_indptr", planned, cumulative=True),
+            paged_kv_indptr=self._fill("paged_kv_indptr", paged_kv_indptr, cumulative=True),
+            paged_kv_indices=paged_kv_indices,
+            paged_kv_last_page_len=self._fill("last_page_len", paged_kv_last_page_len),
+            **kwargs,
+        )
+        if planned is not qo_indptr:
+            # Without split-KV a plan can't mark unused work. So padding has work too, but no query tokens to write.
+            self._plan_info = _launching(requests, tokens * heads[0] // heads[1], self._plan_info)
+            self._qo_indptr_buf.copy_(self._fill("qo_indptr", qo_indptr, cumulative=True))
+
+    def _fill(self, name: str, given_cpu: torch.Tensor, *, cumulative: bool = False) -> torch.Tensor:
+        filled, given = self._views[name], given_cpu.numpy()
+        filled[: len(given)] = given
+        filled[len(given) :] = given[-1] if cumulative else 0
+        return self._filled[name]
+
+
+def _launching(requests: int, rows: int, plan_info: Any) -> Any:
+    """The plan with work for the tiles of so many requests of so many rows each, and for no others."""
+    plan = [int(number) for number in plan_info]
+    plan[_WORKS] = requests * -(-rows // plan[_TILE])
+    return type(plan_info)(plan)
+
+
+def keys_are_split(requests: int, tokens: int, num_heads: int, num_kv_heads: int, device: torch.device) -> bool:
+    """Whether a plan for a CUDA graph may split the keys of a request.
+
+    FlashInfer splits keys until each processor has two pieces of work. If requests are enough for that, it splits none.
+
+    Args:
+        requests: requests in the graph.
+        tokens: query tokens of each request.
+        num_heads: query heads.
+        num_kv_heads: KV heads.
+        device: the wrapper's device.
+    """
+    rows = tokens * num_heads // num_kv_heads
+    return requests * -(-rows // _tile(rows)) < _splits(num_kv_heads, device)
 
 
 def split_bytes(
@@ -195,9 +238,9 @@ def split_bytes(
 ) -> int:
     """Float workspace that FlashAttention 2 may need to plan for a CUDA graph; with less its plan may fail.
 
-    A graph always uses split-KV, with as many work items as any later plan may need. Each work item stores the outputs
-    of its rows and their sums, in float32. From 0.7.2 on a plan needs the bound divided by the GQA group size.
-    FlashAttention 3 needs none.
+    FlashInfer's graphs always use split-KV, with as many work items as any later plan may need. Each work item stores
+    the outputs of its rows and their sums, in float32. From 0.7.2 on a plan needs the bound divided by the GQA group
+    size. FlashAttention 3 needs none.
 
     Args:
         planned: requests that the graph is planned for.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer_built import DRAFTS, give_workspace, made_on, metadata, metadata_of, room, wrappers
+from flashinfer_built import DRAFTS, PAGE, give_workspace, made_on, metadata, metadata_of, room, wrappers
 
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat.builder_inputs import HOPPER
@@ -57,11 +57,13 @@ def test_where_that_needs_more_room_than_there_is_or_would_be_pieces_stay_large(
 ):
     builder = made_on(HOPPER, module, setting)
     builder.num_qo_heads = 8 * builder.num_kv_heads
-    planned = adapter.planned_requests(4, 4, 8)
-    assert room(builder, planned, 16) > room(builder, 4, 16)
-    given = give_workspace(builder, room(builder, planned, 16) - missing)
-    (wrapper,) = wrappers(builder.build(0, metadata([4] * 4, [40] * 4, DRAFTS)))
-    assert len(wrapper._paged_kv_last_page_len_buf) == (4 if missing else planned)
+    requests = most_split(builder)
+    planned = adapter.planned_requests(requests, 4, 8)
+    needed = room(builder, planned, 4 * requests)
+    assert needed > room(builder, requests, 4 * requests)
+    given = give_workspace(builder, needed - missing)
+    (wrapper,) = wrappers(builder.build(0, drafts(requests)))
+    assert len(wrapper._paged_kv_last_page_len_buf) == (requests if missing else planned)
     assert wrapper._float_workspace_buffer is given
     assert wrapper._plan_info[3] == (128 if missing else 64)
 
@@ -92,18 +94,52 @@ def test_a_plan_for_a_graph_has_room_for_keys_that_are_split(
 ):
     """Else FlashInfer fails: 512 requests of an 8b with three drafts need more than vLLM's workspace."""
     builder = made_on(capability, module, setting)
-    sizes = (8, 3, 4)  # the largest first, as graphs are captured
+    largest = most_split(builder)
+    sizes = (largest, 8, 16)  # the largest first, as graphs are captured
     group = builder.num_qo_heads // builder.num_kv_heads
     needed = {requests: room(builder, adapter.planned_requests(requests, 4, group), 4 * requests) for requests in sizes}
-    given = give_workspace(builder, needed[3])
+    given = give_workspace(builder, needed[8])
     found = {}
     for requests in sizes:
-        (wrapper,) = wrappers(builder.build(0, metadata([4] * requests, [40] * requests, DRAFTS)))
+        (wrapper,) = wrappers(builder.build(0, drafts(requests)))
         found[requests] = wrapper._float_workspace_buffer
         assert wrapper._plan_info[3] == 16
-    assert found[3] is given
-    assert found[4] is found[sizes[0]]
-    assert found[4].nbytes >= needed[sizes[0]] >= needed[4] > given.nbytes
+    assert found[8] is given
+    assert found[16] is found[largest]
+    assert found[16].nbytes >= needed[largest] >= needed[16] > given.nbytes
+
+
+@pytest.mark.parametrize("capability", [(8, 9), HOPPER])
+@pytest.mark.parametrize("live", [1, 37, 40])
+def test_requests_enough_for_each_processor_keep_their_keys_whole_and_need_no_room(
+    module: Any, setting: tuple[Any, ...], capability: tuple[int, int], live: int
+):
+    builder = made_on(capability, module, setting)
+    requests = most_split(builder) + 1
+    given = give_workspace(builder, 16)
+    (captured,) = wrappers(builder.build(0, drafts(requests)))
+    plan = captured._plan_info
+    (wrapper,) = wrappers(builder.build(0, drafts(live, requests - live)))
+    assert wrapper is captured
+    assert wrapper._float_workspace_buffer is given
+    assert wrapper._plan_info == plan
+    assert (plan[0], plan[3], plan[14]) == (requests, 16, 0)
+    assert wrapper._qo_indptr_buf.diff().tolist()[:requests] == [4] * live + [0] * (requests - live)
+    assert wrapper.split_is_right(PAGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter, "_launching", lambda requests, rows, plan_info: plan_info)
+        builder.build(0, drafts(live, requests - live, length=400))
+    assert not wrapper.split_is_right(PAGE), "what FlashInfer launches beside is of requests"
+
+
+def most_split(builder: Any) -> int:
+    """Most requests of which some may have its keys split."""
+    heads = builder.num_qo_heads, builder.num_kv_heads
+    return max(n for n in range(1, 99) if adapter.keys_are_split(n, 4, *heads, builder.device))
+
+
+def drafts(requests: int, padding: int = 0, length: int = 40) -> Any:
+    return metadata([4] * requests + [0] * padding, [length] * requests + [0] * padding, DRAFTS)
 
 
 def test_vllm_may_capture_drafts(builder: Any, module: Any, setting: tuple[Any, ...]):

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm_async_spec.attention.flashinfer import keep_plan, planned_requests, split_bytes, with_empty_requests
+from vllm_async_spec.attention.flashinfer import (
+    keep_plan,
+    keys_are_split,
+    planned_requests,
+    split_bytes,
+    with_empty_requests,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -90,7 +96,9 @@ class GraphWrappers:
     """
 
     def __init__(self, builder: FlashInferBuilderBase, backend: str, flash_attention_2: bool) -> None:
-        self._builder, self._backend, self._flash_attention_2 = builder, backend, flash_attention_2
+        self._builder, self._flash_attention_2 = builder, flash_attention_2
+        # By name: a wrapper that is to choose does so in its first plan, which the graph is captured with.
+        self._backend = "fa2" if flash_attention_2 else backend
         self._workspace: torch.Tensor | None = None
         self._by_size: dict[tuple[int, int], PlannedWrapper] = {}
         self._plan: _Plan | None = None
@@ -168,11 +176,11 @@ class GraphWrappers:
     def _make(self, requests: int, tokens: int, like: PlannedWrapper) -> Any:
         builder, workspace = self._builder, like._float_workspace_buffer
         indices = getattr(builder.paged_kv_indices, "gpu", builder.paged_kv_indices)
-        planned, needed = requests, self._needed(requests, requests * tokens)
+        planned, needed = requests, self._needed(requests, requests, tokens)
         if self._flash_attention_2:
             more = planned_requests(requests, tokens, builder.num_qo_heads // builder.num_kv_heads)
             # Smaller tiles are more numerous, and may need more memory in all.
-            room = self._needed(more, requests * tokens)
+            room = self._needed(more, requests, tokens)
             if room <= max(needed, workspace.nbytes):
                 planned, needed = more, room
         query_indptr, page_indptr, last_page_lens = self._buffers
@@ -193,11 +201,12 @@ class GraphWrappers:
         )
         return wrapper
 
-    def _needed(self, planned: int, tokens: int) -> int:
+    def _needed(self, planned: int, requests: int, tokens: int) -> int:
         builder = self._builder
-        return split_bytes(
-            planned, tokens, builder.num_qo_heads, builder.num_kv_heads, builder.head_dim, builder.device
-        )
+        heads = builder.num_qo_heads, builder.num_kv_heads
+        if self._flash_attention_2 and not keys_are_split(requests, tokens, *heads, builder.device):
+            return 0
+        return split_bytes(planned, requests * tokens, *heads, builder.head_dim, builder.device)
 
     def _roomy(self, needed: int, given: torch.Tensor) -> torch.Tensor:
         """The workspace of vLLM, or our own for sizes that may need more; vLLM captures the largest sizes first."""
