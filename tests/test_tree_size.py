@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 4_490_900
+LIMIT = 4_492_000
 """Bytes of all files in git. Raise it for code with tests, and for nothing that a program can make."""
 ARTEFACTS, MOST_ARTEFACTS = frozenset({".xz", ".svg", ".png", ".csv", ".lock"}), 100_000
 """Files that programs make or that are data, by suffix, and their bytes; everything else is read and tested."""

@@ -16,6 +16,8 @@ from benchmarks.plans.engines import (
 )
 from benchmarks.shapes import Method, Shape, find_shape
 
+WHOLE_KEYS = "whole keys"
+"""In `steps`: plans of FlashInfer's that split no keys."""
 _SINKS = {"gpt-oss"}
 """Shapes whose attention has sinks, which FlashAttention takes in bfloat16 only."""
 _RUNNERS = (("0.18.1", "V1"), ("0.26.0", "V1"), ("0.26.0", "V2"), ("0.32.0", "V2"), ("0.33.0", "V2"))
@@ -34,7 +36,7 @@ class Soak:
     undrafted: bool = False
     """Whether stock gives the expected tokens without drafts, because stock with drafts is wrong."""
     prepared: tuple[str, ...] = ()
-    """Patches that must have prepared steps (`steps`), or the soak has shown nothing of them."""
+    """What must have prepared steps (`steps`), or the soak has shown nothing of it."""
 
     @property
     def noisy(self) -> bool:
@@ -75,10 +77,12 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
     `kinds` may have `native`, FlashInfer's wrappers alone; `fa2`, the same with the kernels of older GPUs; `e5m2`, a KV
     cache of that format, with the setting that vLLM needs for it; `ragged`, short prompts, and a token budget two below
     the tokens of all requests with all their drafts; `wide`, more requests at once and longer outputs, so that many
-    steps have the requests of the step before. `ranks` are tensor parallel. Compilation and graphs are vLLM's defaults.
+    steps have the requests of the step before, and FlashInfer's keys stay whole on Hopper. `ranks` are tensor parallel.
+    Compilation and graphs are vLLM's defaults.
     """
     wrappers, ragged, e5m2 = {"native", "fa2"}.intersection(kinds), "ragged" in kinds, "e5m2" in kinds
     running, output = (40, (128, 384)) if "wide" in kinds else (16, (1, 120))
+    prepared = (WHOLE_KEYS,) if backend == "FLASHINFER" else ("steady-states", runner_on_cpu.OTHER_ROWS)
     model, tp = find_shape(shape), [f"tp{ranks}"] if ranks > 1 else []
     environment = all_reduce_environment(release, ranks)
     if "fa2" in kinds:
@@ -110,7 +114,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
         ),
         load=Load("soak", requests=96, running=running, prompt=(1, 8 if ragged else 700), output=output),
         undrafted=_undrafted(model),
-        prepared=("steady-states", runner_on_cpu.OTHER_ROWS) if "wide" in kinds else (),
+        prepared=prepared if "wide" in kinds else (),
     )
 
 
@@ -170,7 +174,7 @@ SOAKS: dict[str, Soak] = {
         _runner_on_cpu("0.26.0"),
         *(_soak(*each, "FLASHINFER") for each in (*_RUNNERS[1:], ("0.32.0", "V1"))),
         *(_soak("0.32.0", runner, "FLASHINFER", "native") for runner in ("V1", "V2")),
-        *(_soak("0.32.0", "V2", "FLASHINFER", each) for each in ("fa2", "e5m2")),
+        *(_soak("0.32.0", "V2", "FLASHINFER", each) for each in ("fa2", "e5m2", "wide")),
         *(_soak(*each, "FLASH_ATTN") for each in _RUNNERS),
         _soak("0.18.1", "V1", "FLASH_ATTN", shape="8b"),
         _soak("0.24.0", "V1", "FLASH_ATTN"),

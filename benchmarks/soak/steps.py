@@ -1,4 +1,7 @@
-"""Steps that patches of the V1 runner of 0.19 to 0.29 prepared, each instead of vLLM's code, in this process."""
+"""Steps that patches of the V1 runner of 0.19 to 0.29 prepared, each instead of vLLM's code, in this process.
+
+And plans of FlashInfer's wrappers that keep keys whole: each serves the steps that its requests fit in.
+"""
 
 import functools
 from collections import Counter
@@ -6,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.runner_on_cpu import OTHER_ROWS
+from benchmarks.soak.soaks import WHOLE_KEYS
+from vllm_async_spec.attention.flashinfer import PaddedPlans
 from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
 from vllm_async_spec.vllm_plugin.patches.steady_inputs import SteadyBatch
 from vllm_async_spec.vllm_plugin.patches.steady_states import SteadyStates
@@ -15,6 +20,7 @@ _METHODS: dict[str, tuple[type, str]] = {
     "steady-inputs": (SteadyBatch, "prepare"),
     OTHER_ROWS: (SteadyBatch, "gathered"),
     "steady-states": (SteadyStates, "advance"),
+    WHOLE_KEYS: (PaddedPlans, "_even_starts"),
 }
 """Of each patch, or of some of its steps, what prepares a step; it returns None for a step that it leaves to vLLM."""
 _counts: Counter[str] = Counter()

@@ -17,11 +17,13 @@ from benchmarks.arms import Arm, Plugin
 from benchmarks.child import ChildError
 from benchmarks.loads import Request
 from benchmarks.runner_on_cpu import OTHER_ROWS
+from benchmarks.shapes import find_shape
 from benchmarks.soak.controls import FEATURE_CONTROLS, SOAK_CONTROLS, can_show
 from benchmarks.soak.engine import CONTROLS, NEAR, NOTED, Expected, Verdict, expect, soak
 from benchmarks.soak.run import SoakError, allowed, together
-from benchmarks.soak.soaks import SOAKS
+from benchmarks.soak.soaks import SOAKS, WHOLE_KEYS
 from vllm_async_spec import kernels
+from vllm_async_spec.attention import flashinfer
 from vllm_async_spec.vllm_plugin.patches import steady_states
 from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
 
@@ -97,6 +99,15 @@ def test_a_wide_soak_has_more_requests_than_the_shorter_account_needs():
         assert load.requests > load.running
 
 
+def test_a_wide_soak_of_flashinfer_has_more_requests_than_split_their_keys_on_hopper():
+    wide, model = SOAKS["0.32.0-V2-FLASHINFER-wide"], find_shape("1b").target
+    assert wide.prepared == (WHOLE_KEYS,)
+    heads = model["num_attention_heads"], model["num_key_value_heads"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flashinfer, "_processors", lambda device: 132)
+        assert not flashinfer.keys_are_split(wide.load.running - 3, 4, *heads, torch.device("cpu"))
+
+
 def test_the_noise_is_measured_where_float16_does_not_bound_it():
     assert {name for name, each in SOAKS.items() if each.noisy and "mla" not in name} == {
         "0.26.0-V1-FLASH_ATTN-gpt-oss",
@@ -170,7 +181,7 @@ def test_each_control_is_one_of_the_engine_s_and_shows_somewhere():
     assert {*SOAK_CONTROLS, *FEATURE_CONTROLS} == CONTROLS.keys()
     shown = {control: {name for name in SOAKS if can_show(control, SOAKS[name].subject)} for control in SOAK_CONTROLS}
     flashinfer = {name for name in SOAKS if "FLASHINFER" in name}
-    assert len(flashinfer) == 12
+    assert len(flashinfer) == 13
     on_the_device = {name for name in SOAKS if name.startswith(("0.24.0-V1", "0.26.0-V1"))}
     assert shown == {
         "lengths": flashinfer,

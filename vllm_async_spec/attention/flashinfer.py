@@ -144,14 +144,14 @@ def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
         wrapper_class: `BatchPrefillWithPagedKVCacheWrapper` of flashinfer-python; the subclass is for CUDA graphs of
             requests that have equally many query tokens. Requests without any may follow them.
     """
-    return type("WithEmptyRequests", (_EmptyRequests, wrapper_class), {})
+    return type("WithEmptyRequests", (PaddedPlans, wrapper_class), {})
 
 
 _Wrapper: Any = object
 """`BatchPrefillWithPagedKVCacheWrapper`, which is not imported here."""
 
 
-class _EmptyRequests(_Wrapper):  # type: ignore[misc]
+class PaddedPlans(_Wrapper):  # type: ignore[misc]
     """The subclass's own methods, which pad the plan with empty requests."""
 
     kept: tuple[Any, ...] | None = None
@@ -180,28 +180,36 @@ class _EmptyRequests(_Wrapper):  # type: ignore[misc]
         self.kept = None
         requests, tokens = len(qo_indptr) - 1, int(np.diff(qo_indptr.numpy()).max())
         heads = kwargs["num_qo_heads"], kwargs["num_kv_heads"]
-        planned = qo_indptr
         if self._backend == "fa2":
             # FlashInfer only takes their maximum, in a Python loop, so give the longest alone.
             self._views["seq_lens"][0] = np.diff(paged_kv_indptr.numpy()).max() * kwargs["page_size"]
             kwargs["seq_lens"] = self._filled["seq_lens"][:1]
             kwargs["max_token_per_sequence"] = tokens
-            if not keys_are_split(requests, tokens, *heads, self._paged_kv_last_page_len_buf.device):
-                kwargs["disable_split_kv"] = True
-                planned = torch.arange(requests + 1, dtype=torch.int32, device="cpu") * tokens
         elif seq_lens is not None:
             kwargs["seq_lens"] = self._fill("seq_lens", seq_lens)
+        even = self._even_starts(requests, tokens, *heads)
+        if even is not None:
+            kwargs["disable_split_kv"] = True
         super().plan(
-            qo_indptr=self._fill("qo_indptr", planned, cumulative=True),
+            qo_indptr=self._fill("qo_indptr", qo_indptr if even is None else even, cumulative=True),
             paged_kv_indptr=self._fill("paged_kv_indptr", paged_kv_indptr, cumulative=True),
             paged_kv_indices=paged_kv_indices,
             paged_kv_last_page_len=self._fill("last_page_len", paged_kv_last_page_len),
             **kwargs,
         )
-        if planned is not qo_indptr:
-            # Without split-KV a plan can't mark unused work. So padding has work too, but no query tokens to write.
+        if even is not None:
             self._plan_info = _launching(requests, tokens * heads[0] // heads[1], self._plan_info)
             self._qo_indptr_buf.copy_(self._fill("qo_indptr", qo_indptr, cumulative=True))
+
+    def _even_starts(self, requests: int, tokens: int, num_heads: int, num_kv_heads: int) -> torch.Tensor | None:
+        """Query starts to plan with if keys stay whole; else None.
+
+        Such a plan can't mark unused work. So padding is planned like a request, but has no query tokens to write.
+        """
+        device = self._paged_kv_last_page_len_buf.device
+        if self._backend != "fa2" or keys_are_split(requests, tokens, num_heads, num_kv_heads, device):
+            return None
+        return torch.arange(requests + 1, dtype=torch.int32, device="cpu") * tokens
 
     def _fill(self, name: str, given_cpu: torch.Tensor, *, cumulative: bool = False) -> torch.Tensor:
         filled, given = self._views[name], given_cpu.numpy()
