@@ -1,9 +1,9 @@
 // FlashInfer's own host planner for FlashAttention 2 inside CUDA graphs; asks nothing of a GPU but what gpu.c answers.
 //
 // On standard input: query heads, KV heads, head size, page size, tokens of the graph, bytes of room, whether keys stay
-// whole, requests planned, then their cumulative query tokens and their cumulative pages. On standard output: the plan's numbers
-// (PrefillPlanInfo::ToVector), and after each bar the requests of its pieces of work, their chunks, and keys in a chunk.
-// What it would copy to the device goes into the file that is named.
+// whole, requests planned, then their cumulative query tokens and their cumulative pages. On standard output: the plan's
+// numbers (PrefillPlanInfo::ToVector), and after each bar the requests of its pieces of work, their chunks, and keys in
+// a chunk. What it would copy to the device goes into the file that is named.
 
 #include <cstdint>
 #include <cstdio>
