@@ -313,7 +313,7 @@ def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requ
 def test_a_plan_for_a_graph_has_the_room_that_is_counted_for_it(requests: int, tokens: int, empty: bool):
     case = Case([tokens] * requests, [tokens] * requests, [tokens] * requests)
     planned = planned_requests(requests, tokens, HEADS // KV_HEADS) if empty else requests
-    room = split_bytes(planned, requests * tokens, HEADS, KV_HEADS, HEAD_SIZE, torch.device("cuda"))
+    room = split_bytes(planned, requests, tokens, HEADS, KV_HEADS, HEAD_SIZE, torch.device("cuda"))
     case.plan(make_wrapper("fa2", room, **graph_buffers(case, planned)), case.bound)
     with pytest.raises(RuntimeError, match="Buffer overflow"):
         case.plan(make_wrapper("fa2", room - 16, **graph_buffers(case, planned)), case.bound)

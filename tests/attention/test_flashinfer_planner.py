@@ -47,9 +47,7 @@ class Graph:
 
     @property
     def room(self) -> int:
-        if not self.split:
-            return 0
-        return split_bytes(self.planned, self.requests * self.tokens, *self.heads, HEAD_SIZE, torch.device("cpu"))
+        return split_bytes(self.planned, self.requests, self.tokens, *self.heads, HEAD_SIZE, torch.device("cpu"))
 
     @property
     def split(self) -> bool:
@@ -218,7 +216,7 @@ def test_the_exact_lengths_chunks_are_those_that_the_kernel_counts(planner: Plan
     """The kernel counts chunks by exact lengths, in each step that one plan serves."""
     bound = data.draw(st.lists(st.integers(graph.tokens, 9000), min_size=1, max_size=graph.requests))
     wrapper = graph.wrapper(planner, bound)
-    plan = wrapper.planned
+    plan, before = wrapper.planned, wrapper.planned.ints.clone()
     keep_plan(wrapper, graph.requests)
     for _ in range(3):
         exact = [data.draw(st.integers(max(graph.tokens, length - 300), length)) for length in bound]
@@ -234,6 +232,8 @@ def test_the_exact_lengths_chunks_are_those_that_the_kernel_counts(planner: Plan
             requests, chunks = (plan.ints[plan.numbers[at] // 4 :][: len(plan.works)].tolist() for at in (4, 6))
             expected = {(request, chunk) for request, count in enumerate(counts) for chunk in range(count)}
             assert set(zip(requests, chunks, strict=True)) == expected
+        else:
+            assert torch.equal(plan.ints, before), "a plan without chunks has nothing to correct"
         pages = wrapper._paged_kv_indptr_buf.diff()[: len(exact)]
         lengths = (pages - 1) * PAGE + wrapper._paged_kv_last_page_len_buf[: len(exact)]
         assert lengths.tolist() == exact

@@ -242,7 +242,7 @@ def keys_are_split(requests: int, tokens: int, num_heads: int, num_kv_heads: int
 
 
 def split_bytes(
-    planned: int, tokens: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device
+    planned: int, requests: int, tokens: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device
 ) -> int:
     """Float workspace that FlashAttention 2 may need to plan for a CUDA graph; with less its plan may fail.
 
@@ -252,18 +252,21 @@ def split_bytes(
 
     Args:
         planned: requests that the graph is planned for.
-        tokens: query tokens of the graph.
+        requests: requests in the graph.
+        tokens: query tokens of each request.
         num_heads: query heads.
         num_kv_heads: KV heads.
         head_size: of keys and values.
         device: the wrapper's device.
 
     Returns:
-        An upper bound, in bytes.
+        An upper bound, in bytes; 0 where `keys_are_split` says no.
     """
-    group = num_heads // num_kv_heads
-    tile = max(_tile((tokens - planned + 1) * group), _least_tile(device))
-    pieces = max(_splits(num_kv_heads, device), -(-tokens * group // tile) + planned - 1)
+    if not keys_are_split(requests, tokens, num_heads, num_kv_heads, device):
+        return 0
+    group, total = num_heads // num_kv_heads, requests * tokens
+    tile = max(_tile((total - planned + 1) * group), _least_tile(device))
+    pieces = max(_splits(num_kv_heads, device), -(-total * group // tile) + planned - 1)
     return _output_bytes(pieces * tile, num_heads, head_size)
 
 
@@ -298,11 +301,12 @@ def _carry_chunks(wrapper: Any, seq_lens: torch.Tensor) -> None:
 
 def _chunk_arguments(wrapper: Any, requests: int) -> tuple[Any, ...] | None:
     """Arguments of `set_chunks` after the lengths; None without split-KV."""
-    plan = [int(number) for number in wrapper._plan_info]
-    if len(plan) != _PLAN_SIZE:
-        raise PlanError(f"a plan of {type(wrapper).__name__} with {len(plan)} numbers can't be corrected on the device")
-    if not plan[_SPLIT]:
+    info = wrapper._plan_info
+    if len(info) != _PLAN_SIZE:
+        raise PlanError(f"a plan of {type(wrapper).__name__} with {len(info)} numbers can't be corrected on the device")
+    if not info[_SPLIT]:
         return None
+    plan = [int(number) for number in info]
     ints, window = wrapper._int_workspace_buffer.view(torch.int32), wrapper._window_left
     chunks = _at(ints, plan[_CHUNKS], plan[_WORKS])
     return (

@@ -75,9 +75,10 @@ def built_without_a_wait(builder: Any, given: Any) -> Any:
     return built
 
 
-def room(builder: Any, planned: int, tokens: int) -> int:
+def room(builder: Any, planned: int, requests: int) -> int:
+    """For requests with four query tokens."""
     heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
-    return adapter.split_bytes(planned, tokens, *heads, builder.device)
+    return adapter.split_bytes(planned, requests, 4, *heads, builder.device)
 
 
 def give_workspace(builder: Any, nbytes: int) -> torch.Tensor:

@@ -59,8 +59,8 @@ def test_where_that_needs_more_room_than_there_is_or_would_be_pieces_stay_large(
     builder.num_qo_heads = 8 * builder.num_kv_heads
     requests = most_split(builder)
     planned = adapter.planned_requests(requests, 4, 8)
-    needed = room(builder, planned, 4 * requests)
-    assert needed > room(builder, requests, 4 * requests)
+    needed = room(builder, planned, requests)
+    assert needed > room(builder, requests, requests)
     given = give_workspace(builder, needed - missing)
     (wrapper,) = wrappers(builder.build(0, drafts(requests)))
     assert len(wrapper._paged_kv_last_page_len_buf) == (requests if missing else planned)
@@ -92,12 +92,12 @@ def test_a_graph_is_captured_with_the_kernel_that_its_batches_get(builder: Any, 
 def test_a_plan_for_a_graph_has_room_for_keys_that_are_split(
     module: Any, setting: tuple[Any, ...], capability: tuple[int, int]
 ):
-    """Else FlashInfer fails: 512 requests of an 8b with three drafts need more than vLLM's workspace."""
+    """Else FlashInfer fails where it is more than vLLM's workspace."""
     builder = made_on(capability, module, setting)
     largest = most_split(builder)
     sizes = (largest, 8, 16)  # the largest first, as graphs are captured
     group = builder.num_qo_heads // builder.num_kv_heads
-    needed = {requests: room(builder, adapter.planned_requests(requests, 4, group), 4 * requests) for requests in sizes}
+    needed = {requests: room(builder, adapter.planned_requests(requests, 4, group), requests) for requests in sizes}
     given = give_workspace(builder, needed[8])
     found = {}
     for requests in sizes:

@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm_async_spec.attention.flashinfer import (
-    keep_plan,
-    keys_are_split,
-    planned_requests,
-    split_bytes,
-    with_empty_requests,
-)
+from vllm_async_spec.attention.flashinfer import keep_plan, planned_requests, split_bytes, with_empty_requests
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -204,9 +198,7 @@ class GraphWrappers:
     def _needed(self, planned: int, requests: int, tokens: int) -> int:
         builder = self._builder
         heads = builder.num_qo_heads, builder.num_kv_heads
-        if self._flash_attention_2 and not keys_are_split(requests, tokens, *heads, builder.device):
-            return 0
-        return split_bytes(planned, requests * tokens, *heads, builder.head_dim, builder.device)
+        return split_bytes(planned, requests, tokens, *heads, builder.head_dim, builder.device)
 
     def _roomy(self, needed: int, given: torch.Tensor) -> torch.Tensor:
         """The workspace of vLLM, or our own for sizes that may need more; vLLM captures the largest sizes first."""
